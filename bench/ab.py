@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Asks two or more servers the same prompts with the same seeds, and shows where their answers and times differ.
 
-Standard library only. `kinds.py` knows how each kind of server is asked, `difference.py` compares two answers. Questions are
-asked one at a time, and the servers take turns at being first, so that servers on one machine do not disturb each other.
+Standard library only. `kinds.py` knows the API of each kind of server, `difference.py` compares two
+answers. Questions are asked one at a time, so that servers on one machine do not disturb each other;
+servers take turns at going first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WARM_UP = Ask("Hello", max_tokens=2, logprobs=False)
 
 
 def ask_server(server: Server, ask: Ask, *, is_streamed: bool) -> Answer:
-    """Never raises for what a server does wrong: the answer has the failure."""
+    """Asks one server. What the server does wrong is not raised, but is the answer's `failure`."""
     kind = server.kind
     path = kind.stream_path if is_streamed else kind.whole_path
     body = json.dumps(kind.spell(ask, server.model, is_streamed)).encode()
@@ -122,7 +123,7 @@ def compare(answers: Sequence[Answer]) -> list[Difference | None]:
 
 
 def identify(server: Server) -> Server:
-    """With the name of its model, where it wants one."""
+    """The server with the name of its model filled in, if its requests must have one."""
     if server.model or not server.kind.needs_model:
         return server
     try:

@@ -22,7 +22,7 @@ class Round:
     ask: Ask
     answers: list[Answer]
     differences: list[Difference | None]
-    """From the first answer; None for the first itself and where either failed."""
+    """From the first answer; None for the first answer itself and where either answer failed."""
 
 
 def summarize(servers: Sequence[Server], rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
@@ -99,7 +99,7 @@ def show_times(column: dict[str, Any], name: str) -> str:
 
 
 def make_sides(servers: Sequence[Server], rounds: Sequence[Round], width: int) -> str:
-    """Every question with all answers below each other; those like the first are told apart by a sign."""
+    """Every question with all answers below it, marked = or x: the same as the first answer, or not."""
     margin = max(len(server.name) for server in servers)
     lines = []
     for number, each in enumerate(rounds, 1):

@@ -1,7 +1,7 @@
 """Checks the answers of `load.py`, streamed and whole, and keeps what the figures are made of.
 
-A check is fed bytes with the time they came and knows no sockets. It raises `WrongAnswer` at the first thing that is
-wrong; `close` says that no more will come, and sets the token counts.
+A check is fed bytes with their times of arrival and knows nothing of sockets. It raises `WrongAnswer` at
+the first mistake; `close` says that no more bytes will come, and sets the token counts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AnswerCheck:
 
 
 class WholeCheck:
-    """Keeps the body of one answer, and reads it when it has ended."""
+    """Collects the body of one answer, and checks it when it is complete."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -137,7 +137,7 @@ class WholeCheck:
 
 
 def check_usage(usage: dict[str, Any], settings: Settings) -> tuple[int, int]:
-    """The tokens of prompt and answer, which must be as many as were asked for."""
+    """The tokens of prompt and answer; raises `WrongAnswer` if the answer has too few or too many."""
     prompt_tokens, completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     most = settings.output_tokens * settings.batch
     fewest = most if settings.has_fixed_length else 1

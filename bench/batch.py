@@ -1,17 +1,17 @@
-"""How much of the engine's speed a batch gets, and what live streams notice of a batch beside them.
+"""Measures how much of the engine's speed a batch gets, and how much a batch slows live streams.
 
     python bench/batch.py                       both, with the bundled model
     python bench/batch.py --only throughput --model Qwen/Qwen3-0.6B
     python bench/batch.py --only live --streams 8
 
-The first part runs the same number of requests in two ways, a slice at a time: as sequences of tokens that the
-engine computes, with nothing around it, and as `levserve batch` runs a file of them, with its reading, checking,
-tokenizing, detokenizing and writing. Both are run once before anything is measured, both may have as many
-sequences in the engine as it takes, and they go first by turns, so that neither gains from programs that were
-compiled meanwhile or from a machine that becomes quieter. It prints the median of the slices' ratios, and the
-ratio of the processor time that each way took, which other programs on the machine change less. The second
-part starts a server, streams from it with and without a batch beside, in turn, and prints the ratio of the 99th
-percentiles of the gaps between tokens. No prompt is asked twice, so no prefix cache helps.
+The first part runs the same number of requests in two ways, a slice at a time: as sequences of tokens
+that go straight to the engine, and as a file that `levserve batch` reads, checks, tokenizes, detokenizes
+and writes. Both ways run once before anything is measured, both may have as many sequences in the engine
+as it admits, and they take turns at going first, so that neither gains from programs that were compiled
+meanwhile or from a machine that becomes quieter. The result is the median of the slices' ratios, for
+elapsed time and for CPU time, which other programs on the machine change less. The second part starts a
+server, streams from it by turns with and without a batch at the same time, and prints the ratio of the
+99th percentiles of the gaps between tokens. No prompt is sent twice, so no prefix cache helps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure_throughput(options: argparse.Namespace, rng: random.Random, folder: 
 
 
 class Ratio(NamedTuple):
-    """What the engine alone takes for what a batch takes, in seconds and in processor seconds."""
+    """What the engine alone takes divided by what a batch takes, in seconds and in CPU seconds."""
 
     speed: float
     work: float
@@ -131,7 +131,7 @@ def compare_slice(
 
 
 def wait_compiled(opened: OpenedDevice) -> None:
-    """Until the programs that compile in the background are there too."""
+    """Waits until the programs that compile in the background are ready too."""
     metrics = opened.registry.engine.metrics.registry
     before = -1.0
     while True:
@@ -146,7 +146,7 @@ def wait_compiled(opened: OpenedDevice) -> None:
 def run_engine(
     opened: OpenedDevice, count: int, options: argparse.Namespace, rng: random.Random, folder: Path
 ) -> float:
-    """Seconds that the engine takes for so many sequences, of which it always has all that it holds."""
+    """Seconds that the engine needs for `count` sequences, always with as many in flight as it admits."""
     engine, model = opened.registry.engine, opened.registry.default
     sampling = Sampling(temperature=0.0)
     requests = [
@@ -253,7 +253,7 @@ def percentile(values: list[float], share: int) -> float:
 def stream_for(
     url: str, model: str, options: argparse.Namespace, rng: random.Random, seconds: float
 ) -> list[float]:
-    """The gaps between the tokens of live streams, each asking one request after another."""
+    """The gaps between the tokens of live streams, each of which sends one request after another."""
     until = time.monotonic() + seconds
     gaps: list[float] = []
     threads = []

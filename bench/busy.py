@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Measures what is left of the speed on a CPU while other processes keep every core busy.
+"""Measures how much of its speed levserve keeps on a CPU while other processes keep every core busy.
 
     python bench/busy.py
     python bench/busy.py --streams 1 8 --others 1 2 --model path/to/checkpoint
     python bench/busy.py --shape smollm2-135m --ways yield turn sleep --repeats 20
 
-The engine runs in this process, without HTTP, by turns alone and beside processes that only count, so many for
-each core. A fair share of the machine is 1 / (1 + that many). Threads that wait for each other get less if a
-waiting one keeps its core, because the one that it waits for cannot run. With `--shape` it runs decode steps of
-random weights instead, without a model file, and with `--ways` as well it compares ways in which threads wait, by turns
-(ways.py has them). `--looks` varies how long threads wait before they sleep.
+The engine runs in this process, without HTTP, by turns alone and beside busy loops, `--others`
+of them for each core. A fair share of the machine is then 1 / (1 + others). Threads that wait for each
+other get less if a waiting thread keeps its core, because the thread that it waits for cannot run. With
+`--shape`, decode steps with random weights are measured instead, without a model file; with `--ways` as
+well, ways in which threads wait are compared by turns (see ways.py). `--looks` varies how long threads
+wait before they sleep.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def compare(measure: Callable[[int], float], options: argparse.Namespace, name: str) -> None:
-    """Prints the rates of so many streams, alone and beside busy processes."""
+    """Prints the rate for each number of streams, alone and beside busy processes."""
     num_cores = len(os.sched_getaffinity(0))
     print(f"{name}, {num_cores} cores", flush=True)
     for streams, others in itertools.product(options.streams, options.others):
@@ -80,7 +81,7 @@ def measure_streams(engine: Engine, loaded: Loaded, streams: int, tokens: int) -
 
 
 Rates = dict[tuple[int, float, str], list[float]]
-"""Tokens a second by the number of streams, the number of others on each core and the way, one for each repeat."""
+"""Tokens a second in each repeat, by number of streams, number of busy processes on each core, and way."""
 
 
 def compare_ways(options: argparse.Namespace) -> None:
@@ -107,7 +108,7 @@ def compare_ways(options: argparse.Namespace) -> None:
 
 
 def print_rates(rates: Rates, first: str) -> None:
-    """Medians; of how many times as fast as the first way each is, the median and the middle half."""
+    """Prints the median rate of each way, and the median and quartiles of its ratio to the first way."""
     for (streams, others, way), found in sorted(rates.items(), key=lambda item: item[0][:2]):
         rate, alone = statistics.median(found), statistics.median(rates[streams, 0, way])
         times = sorted(own / other for own, other in zip(found, rates[streams, others, first]))

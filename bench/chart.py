@@ -1,5 +1,7 @@
-"""Draws what `compare.py` measured, from the document it writes (also by itself: python bench/chart.py compare.json
-chart.png), and the steps of `load.py`."""
+"""Draws what `compare.py` measured, from the document it writes, and the steps of `load.py`.
+
+It also runs by itself: python bench/chart.py compare.json chart.png
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,7 @@ THEIRS = ("#8c8c8c", "#b0a18f", "#c9c9c9", "#a9b7a0")
 
 
 def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
-    """A panel for each metric, a bar for each contestant, a whisker from the lowest to the highest
-    repetition."""
+    """Draws a panel per metric: a bar per contestant, with a whisker from its lowest to its highest value."""
     metrics = {
         key: metric
         for key, metric in document["metrics"].items()
@@ -68,7 +69,7 @@ def draw_comparison(document: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_growth(document: Mapping[str, Any], path: Path) -> None:
-    """Cost against context above, against concurrency below."""
+    """Draws cost against context above, and against concurrency below."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
     asked = (
         ("ttft_at_context", "time to first token, ms", "tokens in the prompt"),
@@ -101,7 +102,7 @@ def draw_growth(document: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_sweep(steps: Sequence[Step], model: str, path: Path) -> None:
-    """Throughput and the three latencies of `load.py`, each against the streams or the arrivals of a step."""
+    """Draws throughput and the three latencies of `load.py` against each step's streams or arrivals."""
     settings = steps[0].settings
     is_open = settings.rate is not None
     places = [step.settings.rate if is_open else step.settings.concurrency for step in steps]

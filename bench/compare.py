@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Measures levserve and the servers people would pick instead: same prompts, same client, one server at a
-time.
+"""Measures levserve and the servers people would pick instead: same prompts, same client, one at a time.
 
 Each repetition starts every contestant once, in an order that alternates, waits for its first answer, warms
-it up, runs every load and stops it. What is told are medians over the repetitions. `peers.py` knows the
-servers, `load.py` is the client.
+it up, runs every load and stops it. Reported are medians over the repetitions. `peers.py` knows the servers,
+`load.py` is the client.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def ratio(metric: Metric, ours: float, theirs: float) -> float:
 def ratios(
     metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """By metric and contestant of ours: its ratio to each peer, and to the best of them, with its name."""
+    """By metric and contestant of ours: its ratio to each peer, the best peer's name and the ratio to it."""
     result: dict[str, dict[str, Any]] = {}
     for key, metric in metrics.items():
         theirs = {
@@ -223,7 +222,7 @@ def number(value: float) -> str:
 def make_table(
     metrics: Mapping[str, Metric], medians: Mapping[str, Mapping[str, float]], ours: Sequence[str]
 ) -> str:
-    """Markdown: a line for each metric and contestant of ours; beside each ratio, what the peer has."""
+    """Markdown: a line for each metric and contestant of ours; beside each ratio, the peer's value."""
     peers = [name for name in medians if name not in ours]
     compared = ratios(metrics, medians, ours)
     lines = [["", "", "", "x best peer", *(f"x {peer}" for peer in peers)]]
@@ -311,8 +310,8 @@ def attempt(measure: Callable[[], dict[str, float]], what: str, result: Comparis
 def grow(
     chosen: Sequence[tuple[Contestant, Found]], setup: Setup, options: argparse.Namespace, result: Comparison
 ) -> None:
-    """levserve alone: one stream after ever longer prompts, and ever more streams; one server a
-    contestant."""
+    """Measures levserve alone: one stream after ever longer prompts, then ever more streams. Each
+    contestant is started once."""
     contexts, concurrencies = (
         (CONTEXTS[:2], CONCURRENCIES[:3]) if options.quick else (CONTEXTS, CONCURRENCIES)
     )
@@ -503,7 +502,7 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that servers are stopped."""
+    """Makes SIGTERM and SIGHUP unwind as Ctrl-C does, so that servers are stopped."""
 
     def leave(number: int, _: object) -> None:
         raise Ended(number)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures what it costs to hold text to a schema or an expression, for the request itself and for others.
+"""Measures what constraining text to a schema or an expression costs the request itself and others.
 
     python bench/constrained.py
     python bench/constrained.py --streams 1 8 --repeats 5
     python bench/constrained.py --streams --repeats 12
 
-The engine runs in this process, without HTTP. The first table compares constrained streams with free ones of
-the same prompt and as many tokens; what is counted are the tokens after the first, from the first to the last
-of them. The second compares free streams beside constrained ones with free streams beside other free ones;
-without a number after `--streams` it is the only one.
+The engine runs in this process, without HTTP. The first table compares constrained streams ("held") with
+free ones that have the same prompt and number of tokens; rates are of the tokens after the first, from
+the first to the last. The second table compares free streams beside constrained ones with free streams
+beside other free ones; without a number after `--streams` it is the only one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def compare(
 
 
 def compare_neighbours(engine: Engine, loaded: Loaded, options: argparse.Namespace) -> None:
-    """Half of the streams are watched; the other half is free, or held to a schema."""
+    """Watches half of the streams; the other half is free, or constrained to a schema."""
     prompt, constraint = prepare(loaded, TASKS["schema not in the prompt"])
     half = options.neighbours
     beside: dict[str, list[float]] = {"free": [], "held": []}
@@ -138,7 +138,7 @@ def prepare(loaded: Loaded, task: Task) -> tuple[tuple[int, ...], Constraint]:
 def ask(
     prompt: tuple[int, ...], tokens: int, temperature: float, seed: int, constraint: Constraint | None = None
 ) -> GenerationRequest:
-    """Free text does not stop before its last token."""
+    """A request for exactly `tokens` tokens, unless its constraint ends the text earlier."""
     return GenerationRequest(
         f"{time.monotonic_ns()}-{seed}",
         prompt,
@@ -149,7 +149,7 @@ def ask(
 
 
 def measure(engine: Engine, loaded: Loaded, requests: list[GenerationRequest], watched: range) -> Measured:
-    """The rate of the watched streams from their first tokens to the end of the last of them."""
+    """The rate of the watched streams, from the first token of any of them to the last token of all."""
     lengths = [0] * len(requests)
     first, last, num_first = 0.0, 0.0, 0
     stream = engine.submit(requests, loaded.model)

@@ -7,10 +7,10 @@ machine's own floor.
     python bench/decode.py --shape llama-8b --rows 2 64 --context 576 --steps 16 --quantize w4
     python bench/decode.py --shape qwen3-30b-a3b --rows 2 64 256 --context 576 --steps 16 --chunks 512 --prompts 8
 
-Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the server
-runs. How fast the machine reads memory and multiplies large matrices is measured first. The floor is the time
-to read the weights once and every row's KV once at that speed; of experts, those that so many rows choose if
-they choose at random.
+Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the
+server runs. How fast the machine reads memory and multiplies large matrices is measured first. The floor
+is the time to read the weights once and every row's KV once at that speed; of a mixture's experts it
+counts those that the rows would choose at random.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ SHAPES = {
 PAGE_SIZE = 32
 Q4_0 = Scheme(Code.UINT4, BLOCK, zero=8)
 FOUR_BITS_FACTOR = 5.0
-"""How many times fewer steps numbers of four bits have than those in eight bits have here."""
+"""How many times larger a quantization step of four-bit weights is here than one of eight-bit weights."""
 NARROW_SPREAD = 24.0
-"""Standard deviation of random numbers in eight bits; five times as much still fits int8 and fp8."""
+"""Standard deviation of random eight-bit weights; five times as much still fits int8 and fp8."""
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     device = jax.devices()[0]
     bandwidth = measure_bandwidth()
     kind = f"{dtype.name if options.quantize == 'none' else options.quantize}, KV {cache.kv_dtype(options.kv_dtype, dtype)}"
-    # Few CPUs multiply anything else as fast.
+    # Few CPUs multiply another type as fast.
     factors = jnp.dtype(jnp.float32) if device.platform == "cpu" else dtype
     print(
         f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; "
@@ -133,14 +133,14 @@ def main() -> None:
 
 
 def set_looks(looks: int | None) -> None:
-    """How often a thread of a CPU kernel looks before it sleeps; below zero, it always yields."""
+    """Sets how often waiting threads of CPU kernels look before they sleep; below zero, they always yield."""
     if looks is not None:
         waiting.LOOKS, waiting.TURN_NANOSECONDS = looks, 2**60
         waiting.MANY_THREADS[detect_target().arch] = 0 if looks >= 0 else None
 
 
 def num_weights(config: ModelConfig) -> float:
-    """Parameters in the matrices of all layers, with each of which a token is multiplied once."""
+    """Parameters in the matrices of all layers that one token is multiplied with."""
     share = config.experts_per_token / config.num_experts if config.num_experts else 0.0
     return sum(
         math.prod(shape) * (1 if len(shape) == 2 else share)
@@ -150,7 +150,7 @@ def num_weights(config: ModelConfig) -> float:
 
 
 def num_unread_weights(config: ModelConfig, rows: int) -> float:
-    """Parameters of the experts that none of so many tokens is likely to choose."""
+    """Expected number of parameters in experts that no row chooses, if rows choose at random."""
     if not config.num_experts:
         return 0.0
     share = (1 - config.experts_per_token / config.num_experts) ** rows
@@ -224,7 +224,7 @@ def plan_sizes(
 
 
 def with_expert_kernels(backend: Backend, kernels: str) -> Backend:
-    from levserve.model.gpu.backend import ExpertKernels, GpuBackend  # brings Pallas
+    from levserve.model.gpu.backend import ExpertKernels, GpuBackend  # imports Pallas
 
     assert isinstance(backend, GpuBackend), "only a GPU has a choice"
     return dataclasses.replace(backend, expert_kernels=ExpertKernels(kernels))
@@ -233,7 +233,7 @@ def with_expert_kernels(backend: Backend, kernels: str) -> Backend:
 def random_arrays(
     config: ModelConfig, dtype: jnp.dtype, quantization: Quantization | Kept | None
 ) -> dict[str, jax.Array]:
-    """Arrays as a checkpoint would be loaded, made on the device in the type they are kept in."""
+    """Random arrays like those of a loaded checkpoint, made on the device in the type they are stored in."""
     shapes = parameter_shapes(config)
     schemes = {}
     if isinstance(quantization, Kept):
@@ -277,7 +277,7 @@ def random_matrix(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, spre
 
 @functools.partial(jax.jit, static_argnums=1)
 def random_nibbles(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Codes of a matrix of four bits, two to a byte."""
+    """Random codes of a four-bit matrix, two per byte."""
     return jax.random.bits(key, (shape[0], shape[1] // 2), jnp.uint8)
 
 
@@ -288,8 +288,8 @@ def measure_decode(runner: Runner, sizes: Sizes, rows: int, options: argparse.Na
 
 
 def time_rounds(runner: Runner, sizes: Sizes, rows: int, options: argparse.Namespace) -> list[float]:
-    """Seconds of each round: rounds are dispatched one ahead of the read, as the server does, over the same
-    positions again."""
+    """Seconds of each round. A round is dispatched before the one before it is read, as in the server;
+    all rounds decode the same positions."""
     pages_each = sizes.table_width
     sampling = Sampling(
         temperature=0.0 if options.mode == "greedy" else 1.0, top_k=options.top_k, top_p=options.top_p
@@ -325,7 +325,7 @@ def time_rounds(runner: Runner, sizes: Sizes, rows: int, options: argparse.Names
 def measure_prefill(
     runner: Runner, sizes: Sizes, config: ModelConfig, size: int, options: argparse.Namespace
 ) -> float:
-    """Seconds until the first tokens of so many prompts of `size` tokens, submitted together."""
+    """Seconds until the first tokens of `--prompts` prompts of `size` tokens, submitted together."""
     is_sample_only = sizes.prefill_row_tokens is not None  # as on a GPU
     runner.programs.compile_only(
         [Shape(size * options.prompts if is_sample_only else size, is_sample_only=is_sample_only)]
@@ -351,7 +351,7 @@ def measure_prefill(
 
 
 def random_tokens(config: ModelConfig, count: int, number: int) -> list[int]:
-    """Different tokens choose different experts; equal ones would all choose the same."""
+    """Random tokens, which choose different experts; equal ones would all choose the same."""
     return random.Random(number).choices(range(config.vocab_size), k=count)
 
 

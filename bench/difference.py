@@ -1,4 +1,4 @@
-"""Where two answers to one question part, and how far their log-probabilities are apart until then."""
+"""Finds where two answers to one question part, and how far apart their log-probabilities are until then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTEXT = 24  # characters of each answer that are shown from where they part
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said to one question, and when. A `failure` leaves the rest as far as it came."""
+    """A server's answer to one question, and its times. With a `failure`, the rest is what came before it."""
 
     text: str = ""
     tokens: tuple[Token, ...] = ()
@@ -33,10 +33,10 @@ class Difference:
     at_char: int | None = None
     at_token: int | None = None
     first: str = ""
-    """How the first answer goes on where they part, and how the other does."""
+    """How the first answer goes on from where they part; `other` is the same of the other answer."""
     other: str = ""
     logprob_differences: Sequence[float] = field(default=())
-    """Of each token that both chose before they parted."""
+    """For each token that both answers have before they part."""
 
     @property
     def is_same(self) -> bool:
@@ -59,7 +59,7 @@ def find_difference(first: Answer, other: Answer) -> Difference:
 
 
 def count_same(first: Sequence[object], other: Sequence[object]) -> int:
-    """How many elements both begin with."""
+    """The length of the common beginning."""
     count = 0
     for one, two in zip(first, other):
         if one != two:
@@ -69,7 +69,7 @@ def count_same(first: Sequence[object], other: Sequence[object]) -> int:
 
 
 def count_shared(first: Sequence[Token], other: Sequence[Token]) -> int:
-    """How many tokens both begin with, by their texts."""
+    """The number of tokens at the beginning whose texts are the same."""
     return count_same([token.text for token in first], [token.text for token in other])
 
 
@@ -83,7 +83,7 @@ def compare_logprobs(first: Sequence[Token], other: Sequence[Token]) -> list[flo
 
 
 def show_rest(answer: Answer, at_char: int, at_token: int | None) -> str:
-    """The text from here on, and how likely its first token was: two likely ones are a near tie."""
+    """The text from here on, and the log-probability of its first token, by which a near tie shows."""
     start = at_char
     if at_token is not None:  # from the beginning of the token: two words may share their first letters
         start = min(at_char, sum(len(token.text) for token in answer.tokens[:at_token]))

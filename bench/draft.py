@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Measures what a draft model gains one stream: milliseconds a token with and without it.
+"""Measures what one stream gains from a draft model: milliseconds a token with and without it.
 
     python bench/draft.py
     python bench/draft.py --right 0.6 0.8 --speculate 3 --draft-quantize fp8
     python bench/draft.py --shape smollm2-135m --draft-shape smollm2-135m --draft-layers 4 --tokens 64
 
-Weights are random, so that any pair of shapes can be measured without its checkpoints, and how many drafted
-tokens are right is forced: each is with the given probability if those before it were. The text means nothing
-then, and the time is what it would be. The programs are those that the server runs, planned by its scheduler,
-without HTTP. At the end nothing is forced: the model checks the drafts of random weights, which are wrong,
-and the scheduler decides by itself when to draft.
+Weights are random, so that any pair of shapes can be measured without its checkpoints. How many drafted
+tokens are right is forced: each is right with the given probability if those before it were. The text is
+then meaningless, but the times are realistic. The programs are those that the server runs, planned by its
+scheduler, without HTTP. The last two measurements force nothing: the model checks the drafts of random
+weights, which are wrong; the scheduler drafts every time in the first, and decides by itself when to
+draft in the second.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Run(NamedTuple):
 
 
 class Always(Speculation):
-    """Drafts whether it pays or not, or never."""
+    """Always drafts, whether it pays or not; never if `is_on` is False."""
 
     is_on = True
 
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def force(share: float) -> Callable[..., jax.Array]:
-    """Makes a drafted token right with this probability, which depends on nothing but its position."""
+    """Makes drafted tokens right with this probability; which ones depends on their positions only."""
 
     def is_drawn(draft: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         mixed = positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
@@ -164,7 +165,7 @@ def build(served: Part, draft: Part, options: argparse.Namespace) -> tuple[Runne
 
 
 def compile_with(runner: Runner, sizes: Sizes, is_drawn: Callable[..., jax.Array]) -> None:
-    """Compiles the few programs that one greedy stream needs, with this judgement of drafts."""
+    """Compiles the few programs that one greedy stream needs, in which `is_drawn` judges drafts."""
     rounds.is_drawn = is_drawn
     mode = Mode.PLAIN if sizes.has_all_modes else Mode.FULL
     drafted = Shape(sizes.verify_sizes[0], mode, is_verify=True, is_draft=True)
@@ -177,7 +178,7 @@ def compile_with(runner: Runner, sizes: Sizes, is_drawn: Callable[..., jax.Array
 
 
 def compile_all(runner: Runner, shapes: list[Shape]) -> None:
-    """Compiles programs side by side, also such that are there already."""
+    """Compiles programs in parallel, even those that are compiled already."""
     start = time.perf_counter()
     threading.stack_size(COMPILER_STACK_BYTES)
     with ThreadPoolExecutor() as compilers:
@@ -186,14 +187,14 @@ def compile_all(runner: Runner, shapes: list[Shape]) -> None:
 
 
 def prefill_size(sizes: Sizes) -> int:
-    """Of the program for prompts; a larger one would take longer to compile."""
+    """The size of the program for prompts; a larger one would take longer to compile."""
     return max(size for size in sizes.chunk_sizes if size <= 512)
 
 
 def compare(
     runner: Runner, sizes: Sizes, speculation: Speculation, options: argparse.Namespace
 ) -> tuple[Run, Run]:
-    """The medians of runs without and with drafts in turn; the first ones warm up."""
+    """The median runs without and with drafts, made by turns; the first of each warms up."""
     never = Always(sizes.num_draft, sizes.draft_turns)
     never.is_on = False
     plain: list[Run] = []
@@ -213,7 +214,7 @@ def with_median(runs: list[Run]) -> Run:
 def generate(
     runner: Runner, sizes: Sizes, speculation: Speculation | None, prompt: list[int], num_tokens: int
 ) -> Run:
-    """One stream, planned and read as `ModelLoop` does it: one round ahead, or read first where it drafts."""
+    """Runs one stream as `ModelLoop` does: planned one round ahead, or after the read where it drafts."""
     budget = Budget(sizes.rows, sizes.round_steps, sizes.chunk_costs, sizes.num_tokens, sizes.chunk_sizes[-1])
     scheduler = Scheduler(PagePool(sizes.num_pages, sizes.page_size), budget, speculation)
     request = GenerationRequest("", tuple(prompt), num_tokens, Sampling(temperature=0.0))

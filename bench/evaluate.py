@@ -1,11 +1,11 @@
-"""Scores multiple-choice questions as lm-evaluation-harness does, and shows what evaluating them together is worth.
+"""Scores multiple-choice questions as lm-evaluation-harness does, and shows what batching them gains.
 
     python bench/evaluate.py --questions 40
 
-One open model scores equally many pairs in three ways: one request after another that share nothing, because
-each begins with a number of its own; one request after another that find shared beginnings in the prefix
-cache; and all through `Evaluator`. The questions of each way have their own wording, so that none finds
-prefixes of another. The last two lines are the ratios.
+One open model scores the same number of pairs in three ways: one request after another with nothing
+shared, because each prompt begins with a different number; one request after another with shared
+beginnings in the prefix cache; and all through `Evaluator`. The questions of each way have their own
+wording, so that no way finds prefixes of another. The last two lines are the ratios.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make_task(name: str, num_questions: int, num_choices: int, num_examples: int) -> Pairs:
-    """Every question stands after the same answered ones, and each of its choices is a pair."""
+    """Every question follows the same answered ones, and each of its choices makes a pair."""
     draw = random.Random(name)
     examples = "".join(f"{_question(draw, name)} {draw.choice(CITIES)}\n\n" for _ in range(num_examples))
     pairs: Pairs = []

@@ -1,10 +1,11 @@
-"""Measures the experts of one layer of a mixture, by Triton and by Mosaic GPU, on an NVIDIA H100 or H200.
+"""Measures the experts of one layer with Triton and with Mosaic GPU kernels, on an NVIDIA H100 or H200.
 
     python bench/experts.py --shapes qwen3-30b-a3b mixtral-8-layers --tokens 1024 4096
 
-First it checks both against a dense computation in float32, with tokens that choose at random, that mostly choose the same
-experts, and that are padding in part. Then it prints microseconds of the whole, and of each kernel beside Mosaic GPU's
-products. `--widths` replaces the experts' own width, to find where the one way overtakes the other.
+First it checks both against a dense computation in float32, with tokens that choose experts at random,
+that mostly choose the same experts, and that are padding in part. Then it prints the microseconds of all
+kernels together, for both ways, and of each kernel of Mosaic GPU's way. `--widths` replaces the experts'
+own width, to find where one way overtakes the other.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def measure_shape(config: ModelConfig, tokens: list[int]) -> None:
 
 
 def attempt(function: Callable[..., None], *given: object) -> None:
-    """One way that fails must not hide the others' times."""
+    """Prints an exception instead of raising it: a way that fails must not hide the others' times."""
     try:
         function(*given)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Makes numbers of the requests that a load ran; `load.py --help` defines each."""
+"""Computes the figures of a load from its requests; `load.py --help` defines each."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def itl_seconds(self) -> float:
-        """Mean time between tokens after the first delta; 0 where there was but one."""
+        """Mean time between tokens after the first delta; 0 if there was only one delta."""
         return sum(self.gaps_seconds) / (len(self.gaps_seconds) * self.tokens_per_gap or 1)
 
 
 class Done(Protocol):
-    """What is left of a load when it has run."""
+    """The results of a load that has run."""
 
     rows: list[Row]
     is_interrupted: bool
@@ -52,7 +52,7 @@ def tokens_per_gap(completion_tokens: int, chars: Sequence[int]) -> float:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean and nearest ranks, so all but the mean are some of the values; empty when there are none."""
+    """The mean and nearest-rank percentiles, each of which is one of the values; empty if there are none."""
     if not values:
         return {}
     ranked = sorted(values)

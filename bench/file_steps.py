@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures levserve's engine alone on a model's file, as bench/llama_steps.py measures llama.cpp's: milliseconds of a
-decode step for so many rows, and tokens of a prompt per second.
+"""Measures levserve's engine alone on a model's file, as bench/llama_steps.py measures llama.cpp's:
+milliseconds per decode step by number of rows, and prompt tokens per second.
 
     python bench/file_steps.py model.gguf --rows 1 8 --context 256 --prompt 512 --quantize int8
 
-The file is read, quantized and kept as the server does it; the time to load it is printed as well. It runs on a CPU.
+The file is read, quantized and stored as in the server; the time to load it is printed as well. It runs
+on a CPU.
 """
 
 from __future__ import annotations

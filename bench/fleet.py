@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Simulates a fleet of levserves behind a router, with policies side by side; or checks the simulation against a real run.
+"""Simulates levserves behind a router with several policies, or checks the simulation against a real run.
 
     python bench/replicas.py --json run.json && python bench/fleet.py --check run.json
     python bench/fleet.py --replicas 1000 --load 0.7
     python bench/fleet.py --replicas 1000 --load 0.7 --hot 0.02 --lost 0.1
 
-A replica's costs are measured ones: by `bench/replicas.py` for a check, and an H200's with a model of 8B parameters otherwise
-(docs/pages/benchmarks.md). The traffic has published statistics (bench/fleet_traffic.py). Needs nothing but the standard library
-and this repository.
+A replica's costs are measured: by `bench/replicas.py` for a check, otherwise on an H200 with a model of
+8B parameters (docs/pages/benchmarks.md). The traffic has published statistics (bench/fleet_traffic.py).
+Needs only the standard library and this repository.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ H200 = Costs(
     max_waiting=256,
     cache_tokens=500_000,
 )
-"""llama-8b in bfloat16, of bench/gpu.md: 5.9 ms a step of 64 rows, 11.5 of 256, prefill of 49,400 tokens a second."""
+"""llama-8b in bfloat16, from bench/gpu.md: a step takes 5.9 ms with 64 rows and 11.5 ms with 256;
+prefill computes 49,400 tokens a second."""
 
 
 def main() -> int:
@@ -63,7 +64,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def capacity(costs: Costs, traffic: Traffic) -> float:
-    """Requests a second of one replica that finds nothing in its cache, in steady state; found by a mean request."""
+    """Requests a second of one replica in steady state without cache hits, from the mean request."""
     talks = make_talks(traffic, random.Random(1))
     sample = [next(talks) for _ in range(2000)]
     prompts = statistics.fmean(tokens for talk in sample for tokens in talk.prompts)
@@ -98,7 +99,7 @@ def simulate(name: str, options: argparse.Namespace, talks_per_second: float) ->
 
 
 def lose(fleet: Fleet, share: float) -> None:
-    """The first replicas are gone: whoever is sent there goes to the next one, and their caches are cold."""
+    """Removes the first replicas: each of their talks goes to a random other one, whose cache is cold."""
     gone = round(share * len(fleet.replicas))
     before = fleet.choose
 

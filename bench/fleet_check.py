@@ -1,4 +1,4 @@
-"""Compares the simulation with a real run of bench/replicas.py, talk by talk the same."""
+"""Compares the simulation with a real run of bench/replicas.py that had the same talks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(path: str) -> int:
 
 
 def read_run(path: str) -> dict[str, Any]:
-    """What bench/replicas.py --json wrote; exits with a sentence if that is not what is there."""
+    """Reads what bench/replicas.py --json wrote; exits with a message if the file is something else."""
     try:
         run: dict[str, Any] = json.loads(Path(path).read_bytes())
     except OSError as error:
@@ -56,7 +56,7 @@ def read_run(path: str) -> dict[str, Any]:
 
 
 def repeat(run: dict[str, Any], costs: Costs, name: str) -> Outcome:
-    """The talks of a real run, each begun when it was begun there."""
+    """Simulates the talks of a real run; each begins at the time when it began there."""
     replicas = [Replica(place, costs) for place in range(len(run["addresses"]))]
     if name == "hash":
         choose = hash_by(Ring(run["addresses"]))

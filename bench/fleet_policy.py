@@ -1,4 +1,4 @@
-"""The routers that are compared: each names a replica for a request, from what it can know."""
+"""The routing policies that are compared: each chooses a replica for a request, from what it can know."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fleet_replica import Request
 from fleet_ring import Ring
 from fleet_sim import Choose
 
-BOUND = 1.25  # of the mean load, above which a bounded hash passes a replica over
-PATH = 8  # replicas that it looks at before it takes the last
+BOUND = 1.25  # times the mean load; a bounded hash passes over replicas with more
+PATH = 8  # replicas that a bounded hash looks at before it takes the last of them
 STALE_SECONDS = 0.05  # between the scrapes of an endpoint picker
-PATIENCE = 16  # more requests than the least loaded has, for which the picker still sends a talk home
+PATIENCE = 16  # a replica keeps its talks while it has at most this many requests more than the least loaded
 
 
 def round_robin(num_replicas: int, rng: random.Random) -> Choose:
@@ -26,7 +26,7 @@ def round_robin(num_replicas: int, rng: random.Random) -> Choose:
 
 
 def least_conn(num_replicas: int, rng: random.Random) -> Choose:
-    """One nginx, which sees every request; equals take turns by weights, as nginx counts them."""
+    """One nginx, which sees every request; equally loaded replicas take turns by weight, as in nginx."""
     weights = [0] * num_replicas
 
     def choose(request: Request, now: float, loads: list[int]) -> int:
@@ -44,7 +44,7 @@ def least_conn(num_replicas: int, rng: random.Random) -> Choose:
 
 
 def two_choices(num_replicas: int, rng: random.Random) -> Choose:
-    """The less loaded of two at random: as good as no view of all gets."""
+    """The less loaded of two random replicas: about the best choice without a view of all."""
 
     def choose(request: Request, now: float, loads: list[int]) -> int:
         first, second = rng.randrange(num_replicas), rng.randrange(num_replicas)
@@ -66,7 +66,7 @@ def hash_by(ring: Ring) -> Choose:
 
 
 def bounded_hash(num_replicas: int, rng: random.Random) -> Choose:
-    """The same ring, but one that has more than its share of the load is passed over."""
+    """The same ring, but replicas with more than their share of the load are passed over."""
     ring = Ring([f"10.0.0.1:{10_000 + place}" for place in range(num_replicas)])
 
     def choose(request: Request, now: float, loads: list[int]) -> int:
@@ -81,7 +81,7 @@ def bounded_hash(num_replicas: int, rng: random.Random) -> Choose:
 
 
 def picker(num_replicas: int, rng: random.Random) -> Choose:
-    """As an endpoint picker does it: loads as of the last scrape, and what it remembers to have sent where."""
+    """Like an endpoint picker: knows the last scrape's loads and the replica last chosen for each talk."""
     homes: dict[int, int] = {}
     scraped, seen = -1.0, [0] * num_replicas
 

@@ -1,10 +1,12 @@
 """One simulated levserve: which chunks and rows it puts into each round, and when the round ends.
 
-The decisions are those of `levserve/schedule/scheduler.py` with the budget of an accelerator, and the pace is levserve's own. A round
-is planned while the one before runs, so what arrives meanwhile waits for the round after, a prompt's stream decodes from the round
-after its last chunk on, and a slot is free once its last round was read. `tests/pure/test_fleet.py` compares with the scheduler itself.
+The decisions are those of `levserve/schedule/scheduler.py` with the budget of an accelerator, and the
+pace is levserve's own. A round is planned while the one before runs: what arrives meanwhile waits for
+the round after, a prompt's stream decodes from the round after its last chunk on, and a slot is free
+once its last round is read. `tests/pure/test_fleet.py` compares with the scheduler itself.
 
-Left out: the pool of pages is a number of tokens, with the least recently used talk dropped first, and nobody is preempted for it.
+Simplified: the pool of pages is a number of tokens, the least recently used talk is dropped first, and
+there is no preemption.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ PAGE = 32
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one replica. The defaults are an H200's with a model of 1B parameters; see docs/pages/benchmarks.md."""
+    """What one replica takes. Defaults: an H200 and a model of 1B parameters; see
+    docs/pages/benchmarks.md."""
 
     prefill_token_seconds: float = 4e-6
     least_prefill_seconds: float = 0.002
@@ -36,7 +39,7 @@ class Costs:
     """What each row adds to a step."""
     round_steps: int = 8
     prefill_tokens: int = 4096
-    """In a round without streams."""
+    """At most, in a round without streams."""
     chunk_tokens: int = 64
     """Chunks count as multiples of this; beside streams a round prefills two of them or more."""
     patience_seconds: float = 0.1
@@ -62,14 +65,14 @@ class Request:
 
 @dataclass(slots=True)
 class Round:
-    """What a replica has planned to do at once: chunks of prompts, then some steps for every row."""
+    """What a replica computes in one pass: chunks of prompts, then some steps for every row."""
 
     num_prefill: int
     priming: list[Request]
-    """Those whose prompts it finishes."""
+    """Requests whose prompts the round finishes."""
     num_rows: int
     ending: list[Request]
-    """Those that have their last token with it."""
+    """Requests that get their last token in it."""
     ends: float = 0.0
 
 
@@ -90,7 +93,7 @@ class Replica:
         self._num_decoding = 0
         self._num_rounds = 0
         self._endings: dict[int, list[Request]] = {}
-        """Those that decode, by the number of their last round."""
+        """Requests that decode, by the number of their last round."""
         self._running: Round | None = None
         self._next: Round | None = None
 
@@ -167,7 +170,7 @@ class Replica:
         return Round(num_prefill, priming, num_rows, ending)
 
     def _busy_tokens(self) -> int:
-        """What a round may prefill beside its streams."""
+        """Tokens that a round may prefill beside its streams."""
         num_streams = min(self._num_seated + len(self.waiting), self.costs.max_running)
         return self._pace.max_prefill(self.costs.prefill_token_seconds, num_streams)
 
@@ -193,7 +196,7 @@ class Replica:
         return num_prefill, priming
 
     def _admit(self) -> bool:
-        """Seats the next request, if there is one and a slot."""
+        """Gives the next request a slot, if a request waits and a slot is free."""
         if not self.waiting or self._num_seated == self.costs.max_running:
             return False
         request = self.waiting.popleft()

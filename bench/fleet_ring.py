@@ -1,6 +1,6 @@
-"""Which server nginx' `hash ... consistent` sends a key to: the same points on the same ring, computed here.
+"""Computes which server nginx' `hash ... consistent` sends a key to, from the same points on the same ring.
 
-With it a simulation of a few replicas sends every talk where a real nginx sends it.
+With it, a simulation of a few replicas sends every talk where a real nginx sends it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import bisect
 import zlib
 from collections.abc import Sequence
 
-POINTS = 160  # of each server, as nginx has it
+POINTS = 160  # of each server, as in nginx
 
 
 class Ring:
-    """The ring of servers, each an address as nginx' configuration has it: host:port."""
+    """The ring of servers, which are given by their addresses in nginx' configuration: host:port."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         points: dict[int, int] = {}
@@ -28,7 +28,7 @@ class Ring:
         self._places = [points[point] for point in self._points]
 
     def walk(self, key: bytes, count: int) -> list[int]:
-        """The first servers, at most so many, that the key meets on its way around the ring."""
+        """The first `count` servers, or all, that the key meets on its way around the ring."""
         start = bisect.bisect_left(self._points, zlib.crc32(key))
         found: list[int] = []
         for step in range(len(self._points)):

@@ -21,7 +21,8 @@ class Outcome(NamedTuple):
 
 
 def hold_talks(fleet: Fleet) -> Callable[[Talk], None]:
-    """Gives what begins a talk now; each later turn is sent when the one before was answered and thought about."""
+    """Returns a function that begins a talk now. Each later turn is sent when the one before it is
+    answered and its thinking time has passed."""
 
     def send(talk: Talk) -> None:
         fleet.send(Request(talk, talk.prompts[talk.turn], talk.answers[talk.turn], fleet.now))

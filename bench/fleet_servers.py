@@ -39,7 +39,7 @@ class Server:
     port: int
     flags: Sequence[str]
     device: tuple[float, float] | None = None
-    """Milliseconds of a step and microseconds of a prefilled token, for a device that only keeps time."""
+    """Milliseconds of a step and microseconds of a prefilled token, for bench/host.py's simulated device."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -64,13 +64,13 @@ class Server:
         raise SystemExit(f"the server on port {self.port} did not become ready")
 
     def drain(self) -> None:
-        """Ends it as `systemctl stop` does."""
+        """Stops it as `systemctl stop` does."""
         self.process.send_signal(signal.SIGTERM)
         if self.process.wait(STOP_SECONDS) != 0:
             raise SystemExit(f"the server on port {self.port} ended with {self.process.returncode}")
 
     def kill(self) -> None:
-        """Ends its worker as a crash does; the process that started the worker then ends with 70."""
+        """Kills its worker, like a crash; the process that started the worker then exits with 70."""
         os.kill(self._worker(), signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
 
@@ -92,7 +92,7 @@ class Server:
 def start_servers(
     count: int, flags: Sequence[str], device: tuple[float, float] | None = None
 ) -> Iterator[list[Server]]:
-    """Gives servers that are ready. The first is started alone, so that the others find what it has compiled."""
+    """Yields ready servers, started one by one, so that the later ones find what the first has compiled."""
     servers = [Server(free_port(), flags, device) for _ in range(count)]
     started: list[Server] = []
     try:
@@ -110,7 +110,7 @@ def start_servers(
 
 @contextlib.contextmanager
 def start_nginx(servers: Sequence[Server], policy: str) -> Iterator[str]:
-    """Gives the address of an nginx that has the repository's configuration for these servers and one policy."""
+    """Yields the address of an nginx with the repository's configuration for these servers and a policy."""
     program = shutil.which("nginx", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin")))
     if program is None:
         raise SystemExit("there is no nginx here (Debian: apt-get install nginx-light)")
@@ -156,7 +156,7 @@ def _wait_open(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of all threads, in nanoseconds' steps: /proc/PID/stat counts in hundredths of a second."""
+    """CPU seconds of all threads, counted in nanoseconds; /proc/PID/stat counts in hundredths of a second."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):

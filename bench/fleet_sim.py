@@ -1,7 +1,7 @@
 """A discrete-event simulation of levserve replicas behind a router.
 
 A replica decides as levserve's scheduler does on an accelerator (`fleet_replica.py`), and its rounds take measured times (`Costs`).
-What HTTP takes is one constant, `host_seconds`, on a request's way in and out.
+HTTP takes a constant time, `host_seconds`, on a request's way in and again on its way out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Fleet:
         self.replicas = replicas
         self.choose = choose
         self.loads = [0] * len(replicas)
-        """Requests that each replica has and whose answers have not ended; policies read it."""
+        """Unfinished requests of each replica; policies read it."""
         self.now = 0.0
         self.done: list[Request] = []
         self.refused: list[Request] = []
@@ -59,7 +59,7 @@ class Fleet:
             self._turn(replica)
 
     def _turn(self, replica: Replica) -> None:
-        """The device has nothing to do: its round has ended, or a first request has come."""
+        """Begins the next round: the last one has ended, or a first request has arrived."""
         begun = replica.turn(self.now)
         if begun is None:
             return

@@ -1,10 +1,11 @@
-"""Made-up traffic with the statistics that were published of real traffic: talks of several turns.
+"""Makes up traffic with published statistics of real traffic: conversations of several turns, called talks.
 
-- Lengths: conversations of Azure's LLM inference service have 1,020 tokens of prompt and 129 of answer in the median (Patel et al.,
-  "Splitwise", 2024). A prompt holds the talk so far; what each turn adds is drawn so that prompts come out near that.
-- Turns: 2.0 in the mean, geometric (Zheng et al., "LMSYS-Chat-1M", 2024).
+- Lengths: the median conversation of Azure's LLM inference service has a prompt of 1,020 tokens and an
+  answer of 129 (Patel et al., "Splitwise", 2024). A prompt holds the talk so far; what each turn adds is
+  drawn so that prompts come out near that.
+- Turns: geometrically distributed with a mean of 2.0 (Zheng et al., "LMSYS-Chat-1M", 2024).
 - Arrivals: gamma-distributed gaps with a coefficient of variation above 1, as in BurstGPT (Wang et al., 2024); 1 is Poisson.
-- Beginnings: a share of the talks begins with one of a few system prompts, of which the first is the most popular (Zipf).
+- Beginnings: each talk begins with one of a few system prompts, whose popularity follows Zipf's law.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ class Traffic:
     system_tokens: int = 340
     num_systems: int = 50
     turn_tokens: float = 300.0
-    """The median of what a user's turn adds; log-normal with `spread`."""
+    """The median number of tokens that a user's turn adds; log-normal with `spread`."""
     answer_tokens: float = 129.0
     spread: float = 0.9
     think_seconds: float = 20.0
     variation: float = 2.0
-    """Of the gaps between talks: their standard deviation by their mean."""
+    """Coefficient of variation of the gaps between talks: their standard deviation divided by their mean."""
 
 
 @dataclass(slots=True)
 class Talk:
-    """`prompts` and `answers` are tokens of each turn; a turn's prompt begins with the turn before and its answer."""
+    """One conversation. `prompts` and `answers` are the tokens of each turn; a turn's prompt begins with
+    the prompt and the answer of the turn before."""
 
     number: int
     system: int
@@ -41,7 +43,7 @@ class Talk:
     key: bytes = b""
     turn: int = 0
     repeats_answers: bool = True
-    """Whether a turn's prompt has the answer of the turn before in it, as it was generated."""
+    """Whether a turn's prompt contains the answer of the turn before exactly as it was generated."""
 
 
 def make_talks(traffic: Traffic, rng: random.Random) -> Iterator[Talk]:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what a front costs (Ray Serve, nginx, a gateway): the same requests through it and past it, in turns.
+"""Measures what a front costs (Ray Serve, nginx, a gateway): the same requests with and without it, by turns.
 
     python bench/front.py --front http://127.0.0.1:8000 --direct http://127.0.0.1:36389,http://127.0.0.1:39983
 
-`--direct` names the servers behind the front. One client streams alone and `--clients` ask at the same time; each part is done
-through the front and past it, again and again, so that both meet the same machine. Ratios are of medians.
+`--direct` names the servers behind the front. First one client streams alone, then `--clients` stream at
+the same time. Both are repeated by turns directly and through the front, so that changes on the machine
+affect both alike. Ratios are of medians.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
     direct = [Address(url) for url in options.direct.split(",")]
     body = make_body(first_model(direct[0])[0], options.max_tokens)
     for addresses in (front, direct):
-        run_alone(addresses, body, options.requests)  # nothing is new afterwards
+        run_alone(addresses, body, options.requests)  # warms up
     print(f"{'':34}{'direct':>10}{'front':>10}{'ratio':>8}")
     firsts, wholes, rates = [], [], []
     for _ in range(options.turns):
@@ -78,7 +79,7 @@ def take(addresses: list[Address], count: int) -> Iterator[Address]:
 
 
 def stream(address: Address, body: bytes) -> tuple[float, float]:
-    """Seconds to the first bytes of a stream and to its end. Raises if it does not end as it should."""
+    """Seconds to the first bytes of a stream and to its end. Exits if it does not end as it should."""
     start = time.perf_counter()
     with contextlib.closing(connect(address)) as connection:
         with send(connection, address, "/v1/completions", body) as response:

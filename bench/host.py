@@ -5,10 +5,10 @@ costs the host.
     python bench/host.py --streams 64 --step-ms 1.55
     python bench/host.py --streams 256 --step-ms 2.94 --clients 8
 
-The server is the real one, down to the packing of rounds, around a device that only keeps time: its rounds
-take what they are said to take, and their tokens are random. So whenever that device has nothing to do,
-Python was late, and a machine without an accelerator can measure that. The clients are processes of
-bench/load.py, which check every answer; give them cores of their own, or they are what is measured.
+The server is the real one, down to the packing of rounds, around a simulated device that only keeps time: its
+rounds take the given times, and their tokens are random. Whenever that device is idle, Python was late, so a
+machine without an accelerator can measure the host. The clients are processes of bench/load.py, which check
+every answer; give them cores of their own, or they will be the bottleneck.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clock:
         self.busy = 0.0
 
     def run(self, seconds: float) -> float:
-        """When work of this duration, dispatched now, ends."""
+        """The time when work of this duration ends if it is dispatched now."""
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
         self.busy += seconds
         return self._free_at
@@ -256,7 +256,7 @@ def _read_metrics(url: str) -> dict[str, float]:
 
 
 def _cpu_seconds(arbiter: int) -> float:
-    """The processes of gunicorn's arbiter and its worker."""
+    """CPU seconds of gunicorn's arbiter and its worker."""
     pids = (str(arbiter), *Path(f"/proc/{arbiter}/task/{arbiter}/children").read_text().split())
     stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")

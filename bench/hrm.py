@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How long a token of an HRM brain takes, by the length of its text and the rows computed together.
+"""Measures the time per token of an HRM brain, by the length of its text and the rows computed together.
 
-Each line compares the measured time with two floors, measured in the same run and number format. The first is what the operations of
-a token would take at the speed of one large product of matrices. The second is the products of all blocks alone, of the same shapes
-one after another: narrow matrices do not reach the speed of large ones. It leaves out attention, and of a mixture of experts it has
-what the chosen experts multiply, as one product for all of them. The model has random weights in the shape of AI-OS's English-v1
-unless told otherwise. Needs no file and no server.
+Each line compares the measured time with two floors, measured in the same run and number format. The
+first is the time that the operations of a token would take at the speed of one large matrix product. The
+second is the time of the products of all blocks alone, in their own shapes, one after another, because
+narrow matrices do not reach the speed of large ones. It leaves out attention, and of a mixture it
+computes only the chosen experts, as one product for all of them. The model has random weights, by
+default in the shape of AI-OS's English-v1. Needs no file and no server.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def measure_peak(platform: str, dtype: jnp.dtype) -> float:
 
 
 def measure_products(config: HrmConfig, num_tokens: int, count: int, options: argparse.Namespace) -> float:
-    """Seconds of the products of a run over so many tokens, with the logits of `count` of them."""
+    """Seconds of a run's matrix products over `num_tokens` tokens, with the logits of `count` of them."""
     dtype, hidden, inner = jnp.dtype(options.dtype), config.hidden_size, config.intermediate_size
     precision = "highest" if dtype == jnp.float32 else "default"
     per_token = config.experts_per_token if config.num_experts else 1
@@ -139,7 +140,7 @@ def measure_products(config: HrmConfig, num_tokens: int, count: int, options: ar
 
 
 def time_calls(call: Callable[[], jax.Array], repetitions: int) -> float:
-    """The median of so many calls. The first ones are not counted: a GPU records graphs in them."""
+    """Median seconds of a call. The first calls are not counted: a GPU records graphs in them."""
     times = []
     for _ in range(WARM_UPS + repetitions):
         start = time.perf_counter()
@@ -178,7 +179,7 @@ def read_numbers(text: str) -> list[int]:
 
 
 def count_flops(config: HrmConfig, length: int) -> int:
-    """Of one run over a text, with the logits of one position: two for each product and sum."""
+    """Operations of one run over a text, with the logits of one position: two for each multiply-add."""
     hidden, inner = config.hidden_size, config.intermediate_size
     fed = 6 * hidden * inner
     if config.num_experts:

@@ -1,6 +1,6 @@
-"""Asks a server over HTTP with the standard library alone, and splits event streams.
+"""Sends requests over HTTP with the standard library alone, and splits event streams.
 
-`load.py` and `ab.py` use it; it knows the wire and nothing of what is asked.
+`load.py`, `ab.py` and others use it; it knows the protocol and nothing of what is asked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-# ValueError: a TLS socket that Ctrl-C shut under its reader.
+# ValueError: Ctrl-C shut a TLS socket while it was being read.
 TRANSPORT_ERRORS = (
     OSError,
     http.client.HTTPException,
@@ -24,7 +24,7 @@ GET_SECONDS = 10
 
 
 class WrongAnswer(Exception):
-    """An answer that no client should be given; `kind` is what failures are counted by."""
+    """An answer that no client should be given; failures are counted by their `kind`."""
 
     def __init__(self, kind: str, message: str | bytes) -> None:
         super().__init__(shorten(message))

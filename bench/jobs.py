@@ -21,7 +21,8 @@ class Job:
 
 
 def make_jobs(settings: Settings, model: str, first_index: int = 0) -> list[Job]:
-    """The jobs of one step. A sweep numbers them on, so that no step is asked what a step before it was."""
+    """The jobs of one step. A sweep numbers jobs through, so that no step repeats an earlier one's
+    prompts."""
     indexes = range(first_index, first_index + settings.requests)
     if settings.rate is None:
         return [make_job(settings, model, index) for index in indexes]

@@ -1,7 +1,8 @@
-"""The kinds of servers that `ab.py` can ask: how each spells a question, and how its answers are read.
+"""The kinds of servers that `ab.py` can ask: how a request to each is written, and how its answers are read.
 
-A kind turns one `Ask` into the body of its own API and every event, or the whole body of an answer, into a `Piece`. What
-a server's defaults would add to the sampling, such as llama.cpp's top_k of 40, is sent as turned off.
+A kind turns an `Ask` into a request body of its own API, and every event or whole answer into a `Piece`.
+Samplers that a server would apply by default, such as llama.cpp's top_k of 40, are turned off in the
+request.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`spell` makes a body of a question, the model's name and whether to stream; `read` reads what comes back."""
+    """`spell` makes a body from a question, the model's name and whether to stream; `read` reads answers."""
 
     name: str
     stream_path: str
@@ -63,7 +64,7 @@ class Kind:
     read: Callable[[dict[str, Any]], Piece]
     needs_model: bool = True
     lacks: frozenset[str] = frozenset()
-    """Fields of a question that this kind cannot be told."""
+    """Fields of a question that this kind does not support."""
 
 
 def spell_openai(ask: Ask, model: str, is_streamed: bool) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def read_openai(answer: dict[str, Any]) -> Piece:
 
 
 def spell_tgi(ask: Ask, model: str, is_streamed: bool) -> dict[str, Any]:
-    """TGI samples or does not; it refuses a temperature of 0 and a top_p of 1."""
+    """TGI has a field for whether to sample; it refuses a temperature of 0 and a top_p of 1."""
     parameters: dict[str, Any] = {
         "max_new_tokens": ask.max_tokens,
         "do_sample": ask.temperature > 0,
@@ -133,7 +134,8 @@ def spell_tgi(ask: Ask, model: str, is_streamed: bool) -> dict[str, Any]:
 
 
 def read_tgi(answer: dict[str, Any]) -> Piece:
-    """An event has one token, and the last one details; a whole answer has its text and details with all tokens."""
+    """An event has one token, the last one also details; a whole answer has text, and details with all
+    tokens."""
     details = answer.get("details") or {}
     finish = details.get("finish_reason")
     if "token" in answer:
@@ -177,7 +179,7 @@ def read_llama_cpp(answer: dict[str, Any]) -> Piece:
 
 
 def name_ending(reason: str | None) -> str | None:
-    """In OpenAI's words."""
+    """The finish reason as OpenAI calls it."""
     return None if reason is None else ENDINGS.get(reason, reason)
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what ways to keep keys and values in fewer bits would cost in quality, before kernels for them exist.
+"""Measures what storing keys and values in fewer bits would cost in quality, before kernels for it exist.
 
     python bench/kv_rounding.py
     python bench/kv_rounding.py --ways int8 fp8-scaled --model path/to/checkpoint
 
-Keys and values are rounded before they are written to a cache in float32, which gives what a kernel that reads
-them would give. The text, the model and the columns are those of bench/quality.py; all else is float32.
+Keys and values are rounded before they are written to a cache in float32, which gives the results of a
+kernel that reads the rounded ones. The text, the model and the columns are those of bench/quality.py;
+all else is float32.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from levserve.weights.source import find_source
 
 PAGE_TOKENS = 32
 Round = Callable[[jax.Array], jax.Array]
-"""Takes and gives keys or values [row, chunk, kv_head, head_size] in float32."""
+"""Rounds keys or values [row, chunk, kv_head, head_size]; takes and returns float32."""
 Write = Callable[[jax.Array, jax.Array, jax.Array, cache.Place], jax.Array]
 """As `cache.write`."""
 
@@ -42,7 +43,7 @@ def cast(dtype: jnp.dtype) -> Round:
 
 
 def scaled(largest: float, round_numbers: Round) -> Round:
-    """With a scale for each token and head, by which its largest number becomes `largest`."""
+    """Rounds with a scale for each token and head, by which its largest value becomes `largest`."""
 
     def apply(x: jax.Array) -> jax.Array:
         scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), cache.SMALLEST_SCALE) / largest
@@ -52,7 +53,7 @@ def scaled(largest: float, round_numbers: Round) -> Round:
 
 
 def by_page(apply: Round) -> Round:
-    """With a scale for each page and head: the tokens of a page are rounded as one long head."""
+    """Rounds with a scale for each page and head: the tokens of a page are rounded as one long head."""
 
     def apply_to_pages(x: jax.Array) -> jax.Array:
         rows, _, heads, size = x.shape
@@ -85,8 +86,8 @@ WAYS: dict[str, Round] = {
 
 
 def round_before_writing(way: Round, write: Write) -> None:
-    """From now on keys and values are rounded this way first."""
-    jax.clear_caches()  # layers that were traced with the way before would be found again
+    """Makes the model round keys and values this way before it writes them."""
+    jax.clear_caches()  # layers that were traced with another way would be reused
     cache.write = lambda pool, keys, values, place: write(pool, way(keys), way(values), place)
 
 

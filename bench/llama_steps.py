@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures llama.cpp's engine alone, as bench/decode.py measures levserve's: milliseconds of a decode step for so
-many rows, and tokens of a prompt per second.
+"""Measures llama.cpp's engine alone, as bench/decode.py measures levserve's: milliseconds per decode
+step by number of rows, and prompt tokens per second.
 
     python bench/llama_steps.py model.gguf --rows 1 8 --context 256 --prompt 512 --threads 2
 
-It needs llama-cpp-python in its Python, and calls llama.cpp's own functions through it: rows are sequences of one
-batch, as llama-server has them. Where llama.cpp is built with a library for each kind of CPU, `--backends` is
-the folder that has them.
+It calls llama.cpp's own functions through llama-cpp-python, which must be installed for this Python.
+Rows are sequences of one batch, as in llama-server. If llama.cpp is built with a library for each kind
+of CPU, `--backends` is the folder of these libraries.
 """
 
 from __future__ import annotations

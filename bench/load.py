@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Drives any OpenAI server with concurrent requests, checks every answer and prints how fast it was.
 
-Standard library only: it knows the wire and nothing of the server behind it. `Load` runs threads that take jobs in
-order; `jobs.py` makes them from `prompts.py`, `answers.py` checks each answer as it arrives, `figures.py` makes
-the rows into numbers and `load_report.py` shows them.
+Standard library only: it knows the protocol and nothing of the server behind it. `Load` runs threads
+that take jobs in order; `jobs.py` makes the jobs from `prompts.py`, `answers.py` checks each answer as
+it arrives, `figures.py` computes figures from the rows and `load_report.py` shows them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from load_report import Step, make_document, make_sweep_table, make_table, write
 class Load:
     """One run of jobs over at most `concurrency` connections.
 
-    Each worker thread takes the next job, waits for its arrival and puts a row on a queue; `run`, on the main
-    thread, collects them. With arrivals the loop is open: nothing waits for an answer, except when all
-    workers are busy, and then the row says so. `make_check` may forgive what a server is known to leave out.
+    Each worker thread takes the next job, waits for its arrival time, asks, and puts a row on a queue;
+    `run`, on the main thread, collects the rows. With arrival times the loop is open: no job waits for
+    the answer of another, except when all workers are busy, and then its row says so. `make_check` may
+    tolerate what a server is known to leave out.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Load:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # at its end a None for each worker
         self._done: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # a None from each worker that ends
         self._sockets: dict[str, socket.socket] = {}  # each worker's latest, for `_stop` to shut
-        self._kept: dict[str, http.client.HTTPConnection] = {}  # each worker's, while it asks nothing
+        self._kept: dict[str, http.client.HTTPConnection] = {}  # each worker's, between its requests
         self._stopped = threading.Event()
         num_workers = min(settings.concurrency, len(jobs))
         self._workers = [
@@ -61,7 +62,7 @@ class Load:
             self._jobs.put(job)
 
     def run(self) -> Load:
-        """Runs all jobs, or to Ctrl-C."""
+        """Runs all jobs, or until Ctrl-C."""
         cpu_began, self._began = time.process_time(), time.perf_counter()
         try:
             for worker in self._workers:
@@ -72,7 +73,7 @@ class Load:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         self._stop()
-        while not self._done.empty():  # what ended just as Ctrl-C came
+        while not self._done.empty():  # requests that ended just as Ctrl-C came
             self.rows += [row] if (row := self._done.get()) else []
         self.cpu_seconds = time.process_time() - cpu_began
         return self
@@ -100,7 +101,7 @@ class Load:
                 sock.shutdown(socket.SHUT_RDWR)
         for worker in self._workers:
             if worker.ident:
-                # Only a connect that hangs takes longer; the thread is a daemon for its sake.
+                # Only a connect that hangs takes longer; because of it, the thread is a daemon.
                 worker.join(timeout=5)
 
     def _now(self) -> float:
@@ -170,7 +171,7 @@ class Load:
         )
 
     def _receive(self, connection: http.client.HTTPConnection, body: bytes, check: Check) -> None:
-        deadline = self._now() + self._settings.timeout  # the socket's own never passes while heartbeats come
+        deadline = self._now() + self._settings.timeout  # heartbeats renew the socket's own timeout
         with send(connection, self._settings.address, PATHS[self._settings.endpoint], body) as response:
             if response.status != 200:
                 raise WrongAnswer(f"http_{response.status}", response.read(2_000))
@@ -189,7 +190,7 @@ def identify(settings: Settings) -> tuple[str, str | None]:
         model, software = first_model(settings.address)
         return settings.model or model, software
     except ValueError as error:
-        if settings.model or settings.endpoint == "generate":  # which needs no name
+        if settings.model or settings.endpoint == "generate":  # /generate needs no name
             return settings.model or "", None
         raise SystemExit(f"load.py: {error}") from error
 
@@ -208,7 +209,7 @@ def run_step(settings: Settings, model: str, number: int) -> Load:
 
 
 def run_steps(steps: Sequence[Settings], model: str) -> tuple[list[Step], bool]:
-    """What ended, and whether all of it did."""
+    """The steps that have results, and whether the run was not interrupted."""
     done: list[Step] = []
     for number, settings in enumerate(steps):
         load = run_step(settings, model, number)

@@ -17,7 +17,7 @@ from prompts import UnreadableDataset, read_dataset
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 OWN_LENGTHS = ("prompt_tokens", "prompt_spread", "shared_prefix")
-"""Options that say how prompts are made up; a given prompt or a dataset leaves nothing for them to say."""
+"""Options that say how prompts are made up; they are refused with a given prompt or a dataset."""
 EPILOG = """\
 examples:
   python bench/load.py --url http://127.0.0.1:8000 --concurrency 8 --requests 64 --prompt-tokens 100 --output-tokens 64
@@ -78,7 +78,7 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One step of a run. `parse` makes the command line from the fields, and a step of each number of a list."""
+    """One step of a run. `parse` makes the command line from the fields, and a step per number of a list."""
 
     url: str = option("http://127.0.0.1:8000", "the server's address, with or without /v1")
     endpoint: str = option("completions", "what to call", choices=tuple(PATHS))
@@ -240,7 +240,7 @@ def check_answers(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 
 
 def check_files(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Better now than after the run."""
+    """Checks the files to write before the run, because an error after it would be too late."""
     for flag, name in (("--json", given.json), ("--plot", given.plot)):
         if name and not Path(name).absolute().parent.is_dir():
             parser.error(f"{flag} {name}: no such folder")

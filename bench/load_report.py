@@ -103,7 +103,7 @@ def show(value: float | None) -> str:
 def make_document(
     steps: Sequence[Step], model: str, software: str | None, *, is_sweep: bool
 ) -> dict[str, Any]:
-    """One step keeps its summary and its requests at the top; a sweep has a list of steps."""
+    """The JSON file: one step has its summary and requests at the top level; a sweep has a list of steps."""
     first = steps[0]
     shared = {
         "settings": describe_settings(first.settings),
@@ -131,7 +131,7 @@ def describe_step(step: Step) -> dict[str, Any]:
 
 
 def describe_settings(settings: Settings) -> dict[str, Any]:
-    """All but the key."""
+    """All settings except the API key."""
     return {name: value for name, value in asdict(settings).items() if name != "api_key"}
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies large matrices, which measurements are compared with."""
+"""Measures how fast this machine reads memory and multiplies large matrices, to compare measurements with."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measures what holding text to a grammar costs the host for each token, without a device.
+"""Measures what constraining text to a grammar costs the host for each token, without a device.
 
     python bench/matching.py
     python bench/matching.py --rows 64 --misfits 0.1
 
-The scheduler plans and commits rounds of 8 steps whose tokens are recorded ones: a text that fits the grammar,
-written in the tokens of the model. With `--misfits`, that part of the draws is replaced by a token that does
-not fit, as a model would draw that was not told of the grammar; then masks are made as well. Seconds are those
-of the thread's own work, so other programs on the machine hardly show. A free row costs what is left when
-there is no grammar; the ratio is what the grammar makes of it.
+The scheduler plans and commits rounds of 8 steps whose tokens are recorded: a text that fits the
+grammar, as tokens of the model. With `--misfits`, that share of the sampled tokens is replaced by a
+token that does not fit, as a model would sample that was not told of the grammar; then masks are made as
+well. Times are the thread's CPU time, on which other programs on the machine have little effect. "free"
+is the cost of a row without a grammar, and the ratio is how many times as much a row with the grammar
+("held") costs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ RECORDED = {
 
 
 class Spent(NamedTuple):
-    """Microseconds of the host for each token that was kept: in planning and committing, and in masks."""
+    """Microseconds of the host for each token that was kept: planning and committing, and making masks."""
 
     matching: float
     masks: float
@@ -112,7 +113,7 @@ def spend(
 def run(
     tokens: list[int], constraint: Constraint | None, tokenizer: Tokenizer, rows: int, misfits: float
 ) -> Spent:
-    """All rows write the text once, one round ahead as the device loop does."""
+    """Generates the text once in every row, planned one round ahead as in the device loop."""
     pages = 1 + len(tokens) // 16
     scheduler = Scheduler(PagePool(2 * rows * pages, 16), Budget(rows, STEPS, (16, 64), 4096, 4096))
     for row in range(rows):
@@ -141,9 +142,9 @@ def run(
 
 
 class Drawer:
-    """Draws what the device would: the recorded tokens, and sometimes one that does not fit.
+    """Stands in for sampling on the device: gives the recorded tokens, and sometimes one that does not fit.
 
-    A draw that is held to a mask fits. What follows a misfit is void, whatever it is.
+    A token that is sampled with a mask fits. Tokens after a misfit are void, whatever they are.
     """
 
     def __init__(self, tokens: list[int], misfits: float, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Measures products with matrices in the bits of a checkpoint, kernel by kernel, on an NVIDIA GPU.
+"""Measures products with matrices kept in a checkpoint's own bits, kernel by kernel, on an NVIDIA GPU.
 
     python bench/packed.py --schemes fp8-blocks w4 --rows 2 64
     python bench/packed.py --schemes mxfp4 --rows 2 --tilings 16x32x128w2s4 16x64x128w4s4/2
@@ -44,7 +44,7 @@ from levserve.model.parameter_shapes import parameter_shapes
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 BYTES_READ = 300 << 20
-"""Of copies of a matrix in one program: several times a GPU's cache."""
+"""Size of the copies of a matrix that one program reads: several times a GPU's cache."""
 Tiling = PackedTiling | FragmentTiling
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     tiling: Tiling | None
     """None: XLA multiplies."""
     rounds_inside: bool = False
-    """Whether the kernel rounds activations to FP8 itself, if the matrix wants them so."""
+    """Whether the kernel itself rounds activations to FP8, if the matrix requires that."""
 
 
 class Way(NamedTuple):
@@ -152,7 +152,7 @@ def make_copies(scheme: Scheme, shape: tuple[int, ...]) -> list[PackedMatrix]:
 
 
 def vary(scale: jax.Array) -> jax.Array:
-    """Different scales, so that one that is read for another shows."""
+    """Varies the scales, so that a kernel that reads the wrong scale is noticed."""
     if scale.dtype == jnp.uint8:
         return scale + jax.random.randint(jax.random.key(1), scale.shape, 0, 3, jnp.uint8)
     factors = jax.random.uniform(jax.random.key(1), scale.shape, minval=0.5, maxval=1.5)
@@ -179,7 +179,7 @@ def compile_case(case: Case, *, matrices: dict[str, list[PackedMatrix]]) -> jax.
 
 
 def measure(program: jax.stages.Compiled, x: jax.Array, copies: list[PackedMatrix]) -> float:
-    """Seconds of one run, the least of several; what calling costs is hidden behind runs that are queued."""
+    """Seconds of one run, the least of several; runs are queued, which hides the cost of the calls."""
     jax.block_until_ready(program(x, copies))
     found = []
     for _ in range(5):
@@ -190,7 +190,7 @@ def measure(program: jax.stages.Compiled, x: jax.Array, copies: list[PackedMatri
 
 
 def relative_error(got: jax.Array, matrix: PackedMatrix, x: jax.Array) -> float:
-    """Of the norm, against the product in float32 of what the matrix is multiplied with."""
+    """Relative to the norm of the float32 product, with activations rounded if the scheme asks for it."""
     with jax.default_matmul_precision("highest"):
         wanted = multiply_packed(matrix, x.astype(FLOAT32), FLOAT32)
     found, right = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
@@ -198,7 +198,7 @@ def relative_error(got: jax.Array, matrix: PackedMatrix, x: jax.Array) -> float:
 
 
 def read_tilings(texts: Sequence[str], rows: int, scheme: Scheme) -> list[Way]:
-    """Those for the kernel of this scheme and so many rows."""
+    """The given tilings that are for the kernel of this scheme and for this number of rows."""
     found = []
     for text in texts:
         tiling, splits, rounds_inside = read_tiling(text)

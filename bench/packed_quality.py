@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measures what formats of quantized checkpoints cost in quality, and what serving them in their bits adds.
+"""Measures what formats of quantized checkpoints cost in quality, and what serving them unchanged adds.
 
     python bench/packed_quality.py
     python bench/packed_quality.py --schemes w4 mxfp4 --model path/to/checkpoint
 
-The matrices of the layers are rounded to the nearest number that a format has, without calibration, which tools
-such as GPTQ and AWQ do better; embedding and head stay as they are. Each scheme has two rows: "rounded" are the
-rounded numbers in float32 against the checkpoint's own in float32, which is what the format costs; "served" are
-the same bits as `--quantize keep` serves them, in bfloat16, against the rounded numbers in float32, which is
-what the server adds. The text and the columns are those of bench/quality.py.
+The matrices of the layers are rounded to the nearest values of a format, without calibration; tools that
+calibrate, such as GPTQ and AWQ, do better. Embedding and head stay as they are. Each scheme has two
+rows. "rounded" compares the rounded weights with the checkpoint's own, both in float32, and is what the
+format costs. "served" compares the same bits in bfloat16, as `--quantize keep` serves them, with the
+rounded weights in float32, and is what the server adds. The text and the columns are those of
+bench/quality.py.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def score_arrays(
 
 
 def keep(arrays: dict[str, jax.Array], schemes: dict[str, Scheme]) -> dict[str, jax.Array]:
-    """The arrays of the matrices that are kept in few bits."""
+    """Rounds the matrices that have a scheme; returns the arrays that store them."""
     kept = {}
     for name, scheme in schemes.items():
         for end, part in round_matrix(np.asarray(arrays[name], np.float32), scheme).items():
@@ -92,7 +93,7 @@ def widen(kept: dict[str, jax.Array], name: str, scheme: Scheme) -> jax.Array:
 
 
 def round_matrix(matrix: Array, scheme: Scheme) -> dict[str, Array]:
-    """A matrix [out, in] as the arrays that keep it, by the ends of their names."""
+    """Rounds a matrix [out, in]; returns the arrays that store it, by the ends of their names."""
     num_rows, num_inputs = matrix.shape
     rows, columns = scheme.rows, scheme.columns or num_inputs
     padded = np.pad(matrix, ((0, -num_rows % rows), (0, -num_inputs % columns)))
@@ -118,7 +119,7 @@ def find_steps(flat: Array, scheme: Scheme) -> tuple[Array, Array]:
     low, high = np.minimum(flat.min(-1), 0), np.maximum(flat.max(-1), 0)
     largest = np.maximum(high, -low)
     zero = np.full(largest.shape, scheme.zero, np.float32)
-    if scheme.code is Code.E2M1:  # the largest power of two in a block becomes that of 6, as OCP's MX has it
+    if scheme.code is Code.E2M1:  # a block's largest power of two becomes that of 6, as in OCP's MX
         return (np.floor(np.log2(largest)).astype(np.int32) - 2 + 127).astype(np.uint8), zero
     if scheme.has_zeros:
         scale = ((high - low) / 15).astype(scheme.scale)
@@ -130,7 +131,7 @@ def find_steps(flat: Array, scheme: Scheme) -> tuple[Array, Array]:
 
 
 def encode(scaled: Array, zero: Array, code: Code) -> Array:
-    """The nearest codes of numbers that are in steps of their blocks."""
+    """The nearest codes of values that are given in steps of their blocks."""
     if code is Code.E2M1:
         sizes = np.abs(np.abs(scaled)[..., None] - E2M1_SIZES).argmin(-1)
         codes: Array = (sizes + 8 * (scaled < 0)).astype(np.uint8)

@@ -59,7 +59,7 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every contestant is told."""
+    """What every contestant is started with."""
 
     gguf: Path
     hf_folder: Path | None
@@ -85,7 +85,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`find` gives a contestant that can run, or the reason why it cannot."""
+    """`find` returns how to run the contestant, or the reason why it cannot run."""
 
     name: str
     find: Callable[[Setup], Found | str]
@@ -95,7 +95,7 @@ class Contestant:
     lacks: tuple[str, ...] = ()
     """What its streams are known to leave out: `usage`, `done`."""
     settles: str = ""
-    """A line of its log that says it has nothing left to do in the background."""
+    """Pattern of the log line which says that nothing is left to compile in the background."""
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ def find_llama_server(setup: Setup) -> Found | str:
 
 
 def find_llama_cpp(setup: Setup) -> Found | str:
-    """It answers one request at a time, and by default drops the one it is at for the next one that comes."""
+    """This server answers one request at a time, and by default drops a running one when the next arrives."""
     command = (
         "-m",
         "llama_cpp.server",
@@ -173,7 +173,7 @@ def find_llama_cpp(setup: Setup) -> Found | str:
 def find_vllm(setup: Setup) -> Found | str:
     if setup.hf_folder is None:
         return "it needs --hf-folder"
-    # Not by its own command, which asks for a package named vllm: that for CPUs has another name.
+    # Not by the vllm command, which requires a package named vllm: the one for CPUs has another name.
     command = (
         "-m",
         "vllm.entrypoints.openai.api_server",
@@ -215,7 +215,7 @@ def find_transformers(setup: Setup) -> Found | str:
 
 
 def end_tokens(setup: Setup) -> dict[str, Any]:
-    """llama_cpp.server knows no ignore_eos: every token that ends a text in llama.cpp's eyes is forbidden."""
+    """Forbids every token by which llama.cpp ends a text, because llama_cpp.server has no ignore_eos."""
     sys.path.insert(0, str(ROOT))
     from levserve.gguf.header import read_header
 
@@ -264,7 +264,7 @@ CONTESTANTS = (
 
 
 class Check(AnswerCheck):
-    """Adds what a peer is known to leave out. Without usage, `length` as the reason says that all tokens
+    """Adds what a peer is known to leave out. Without usage, the finish reason `length` shows that all tokens
     came."""
 
     def __init__(self, settings: Settings, lacks: tuple[str, ...]) -> None:
@@ -299,7 +299,7 @@ class Server:
     seconds_to_ready: float = 0.0
 
     def spell(self, job: Job) -> Job:
-        """The same request in the contestant's own words."""
+        """The same request with the fields of the contestant's own API."""
         body: dict[str, Any] = json.loads(job.body)
         if body.pop("ignore_eos", False):
             body |= self.contestant.ignore_eos(self.setup)
@@ -310,7 +310,7 @@ class Server:
         done = load.Load(
             settings, [self.spell(job) for job in jobs], lambda given: Check(given, self.contestant.lacks)
         ).run()
-        if done.is_interrupted:  # a load ends well on Ctrl-C, but all of this is to end
+        if done.is_interrupted:  # a load returns normally after Ctrl-C, but the whole run must end
             raise KeyboardInterrupt
         return done
 
@@ -318,7 +318,7 @@ class Server:
         return self.run(make_jobs(self.seeded(seed, **changes), self.model), **changes)
 
     def seeded(self, seed: str, **changes: Any) -> Settings:
-        """Prompts depend on the name of their seed alone: every contestant is asked the same."""
+        """Settings whose prompts depend on `seed` alone, so that every contestant is asked the same."""
         return replace(self.settings, seed=zlib.crc32(seed.encode()), **changes)
 
 
@@ -326,8 +326,8 @@ class Server:
 def running(
     contestant: Contestant, found: Found, setup: Setup, log: Path, start_seconds: float
 ) -> Iterator[Server]:
-    """Starts a contestant and waits for its first answer; stops it and all that it started on every way
-    out."""
+    """Starts a contestant and waits for its first answer; in the end always stops it and everything that it
+    started."""
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in found.command]
     environ = {
@@ -363,12 +363,12 @@ def running(
 
 
 def is_answering(server: Server, seconds_left: float) -> bool:
-    """Whether it completes a prompt: what /health says differs from server to server."""
+    """Whether the server completes a prompt; the meaning of /health differs from server to server."""
     try:
         status, body, _ = http_client.get(server.settings.address, "/v1/models")
         if status != 200:
             return False
-        is_named_by_path = server.contestant.name == "transformers"  # and lists what is in the cache
+        is_named_by_path = server.contestant.name == "transformers"  # its /v1/models lists the cache
         server.model = str(server.setup.hf_folder) if is_named_by_path else json.loads(body)["data"][0]["id"]
     except (*http_client.TRANSPORT_ERRORS, LookupError, TypeError):
         return False
@@ -390,14 +390,14 @@ def wait_settled(pattern: str, log: Path) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the whole process group to end, and ends it if it does not; a second Ctrl-C ends it at once."""
+    """Asks the whole process group to end, and kills it if it does not; a second Ctrl-C kills it at once."""
     try:
         _signal_group(process, signal.SIGTERM)
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     finally:
-        _signal_group(process, signal.SIGKILL)  # also those whose parent is gone
+        _signal_group(process, signal.SIGKILL)  # also kills processes whose parent is gone
         process.wait()
 
 
@@ -418,7 +418,7 @@ def last_words(log: Path) -> str:
 
 
 def _find_module(needed: str, module: str, python: str, command: tuple[str, ...]) -> Found | str:
-    """`needed` must be there, and the version told is that of the package that `module` came with."""
+    """Requires the module `needed`; the version is that of the package that `module` belongs to."""
     try:
         told = subprocess.run(
             [python, "-c", HAS_MODULE, needed, module], capture_output=True, text=True, timeout=120

@@ -56,13 +56,13 @@ def plain(text: str, output_tokens: int | None = None) -> Prompt:
 
 
 def make_up(rng: random.Random, num_words: int, shared: Sequence[str]) -> Prompt:
-    """A prompt of so many words, of which the first are shared."""
+    """A prompt of `num_words` words, which begins with the shared ones."""
     own = rng.choices(WORDS, k=num_words - len(shared))
     return plain(" ".join([*shared, *own]))
 
 
 def spread_length(length: int, spread: float, rng: random.Random) -> int:
-    """A length that differs from this by at most a share, evenly."""
+    """A random length that differs from `length` by at most the share `spread`, evenly distributed."""
     return max(round(length * rng.uniform(1 - spread, 1 + spread)), 1)
 
 
@@ -78,7 +78,7 @@ def _shuffled(count: int, seed: int | None) -> list[int]:
 
 @functools.cache
 def read_dataset(path: str) -> tuple[Prompt, ...]:
-    """Reads a JSON list, or one JSON value a line; what has nothing to ask is left out."""
+    """Reads a JSON list, or one JSON value a line; prompts without text are left out."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -145,7 +145,7 @@ def _read_turn(turn: dict[str, Any]) -> tuple[str, str]:
 
 
 def _before_answer(messages: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The turns before the first answer that follows a question; those that begin with an answer lose it."""
+    """The turns before the first answer that follows a question; answers before any question are dropped."""
     asked: list[tuple[str, str]] = []
     for role, content in messages:
         if role != "assistant":

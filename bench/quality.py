@@ -6,11 +6,12 @@ float32.
     python bench/quality.py --model path/to/checkpoint --text path/to/text --formats fp8 fp8-kv
     python bench/quality.py --formats int8 int8-blocks --llama /opt/llama/bin/python
 
-The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is for
-figures to be comparable. Float32 is the checkpoint's own numbers computed in float32: what a quantized file
-has lost already is not measured here. Each format is computed as the server would on this device; fp8
-matrices, which it does not take on a CPU, as it would on a GPU. `--llama` measures llama.cpp with the same GGUF
-file in the same way, with the llama-cpp-python of that interpreter.
+The text is bench/quality.txt, written for this purpose, so no model has seen it; it must stay as it is
+for figures to be comparable. The reference is the checkpoint's own weights computed in float32: what a
+quantized file has lost already is not measured here. Each format is computed as the server would on this
+device; fp8 matrices, which the server does not support on a CPU, as it would on a GPU. `--llama`
+measures llama.cpp with the same GGUF file in the same way, with the llama-cpp-python of that
+interpreter.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Quality:
     """Mean absolute difference of the log-probability of each token of the text."""
     largest_difference: float
     same_first: float
-    """Share of places where the likeliest token is float32's."""
+    """Share of positions where the likeliest token is the same as in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@
     python bench/compare.py --model model.gguf --streams 1 8
     taskset -c 0,1 python bench/compare.py --model model.gguf --streams 1 8
 
-Any server reads it as it reads a real one: the blocks are random bits with scales that keep the numbers small, and
-after some thousands they repeat, so that the file is written in seconds. The tokenizer is the bundled model's, so
-the vocabulary has its 49,152 tokens whatever the shape. With `--bare` each byte is a token, and the others, up to the
-shape's number, have names and are never used: no other model is needed.
+Any server reads it like a real one: the blocks are random bits with scales that keep the weights small,
+and after some thousands they repeat, so that the file is written in seconds. The tokenizer is the
+bundled model's, so the vocabulary has its 49,152 tokens whatever the shape. With `--bare` no other model
+is needed: each byte is a token, and named tokens that are never used fill the vocabulary up to the
+shape's size.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from levserve.settings.parse import parse_settings
 from levserve.weights.source import find_source
 
 SPREAD = 0.02
-"""Standard deviation of the numbers."""
+"""Standard deviation of the weights."""
 NUM_RANDOM = 1 << 20
-"""So many numbers of a tensor are random, or all if it has fewer; the others repeat them."""
+"""Random weights of a tensor; a larger tensor repeats them."""
 KINDS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0, "bf16": Kind.BF16}
 DENSE = [name for name, shape in SHAPES.items() if not shape.qk_norm and not shape.is_mixture(0)]
 
@@ -97,7 +98,8 @@ def describe(writer: GGUFWriter, name: str, config: ModelConfig) -> None:
 
 
 def add_bytes(writer: GGUFWriter, vocab_size: int) -> None:
-    """A vocabulary of bytes, written as GPT-2 does, and an end of text; one merge, as llama.cpp asks for some."""
+    """Adds bytes, written as in GPT-2, as tokens, an end of text, and one merge, because llama.cpp needs
+    some."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {**{byte: chr(byte) for byte in printable}, **{b: chr(256 + at) for at, b in enumerate(others)}}
@@ -122,7 +124,7 @@ def copy_tokenizer(reader: GGUFReader, writer: GGUFWriter) -> None:
 
 
 def list_tensors(config: ModelConfig, kind: Kind) -> Iterator[Tensor]:
-    """The tensors of a Llama; Q4_K_M has some of them in Q6_K, the same ones as llama.cpp's."""
+    """The tensors of a Llama; Q4_K_M has some of them in Q6_K, the same ones as in llama.cpp."""
     embed, num_layers = config.hidden_size, config.num_layers
     finer = Kind.Q6_K if kind is Kind.Q4_K else kind
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -149,7 +151,7 @@ def list_tensors(config: ModelConfig, kind: Kind) -> Iterator[Tensor]:
 
 
 def stored_shape(tensor: Tensor) -> tuple[int, ...]:
-    """In bytes along the last axis, but for float32."""
+    """The shape as stored: the last axis counts bytes, except for float32."""
     if tensor.kind is Kind.F32:
         return tensor.shape
     count, size = GGML_QUANT_SIZES[tensor.kind]
@@ -173,12 +175,12 @@ def make_numbers(tensor: Tensor, generator: np.random.Generator) -> NDArray[np.g
 
 
 def set_scales(blocks: NDArray[np.uint8], kind: Kind) -> None:
-    """Scales by which random codes have the spread, in blocks as ggml lays them out."""
+    """Sets the scales with which random codes have the spread, where ggml's blocks have them."""
 
     def put(start: int, number: float) -> None:
         blocks[:, start : start + 2] = np.asarray([number], np.float16).view(np.uint8)
 
-    if kind is Kind.Q4_0:  # codes from 0 to 15, less 8
+    if kind is Kind.Q4_0:  # codes from 0 to 15, minus 8
         put(0, SPREAD / 4.6)
     elif kind is Kind.Q8_0:
         put(0, SPREAD / 74)
@@ -187,7 +189,7 @@ def set_scales(blocks: NDArray[np.uint8], kind: Kind) -> None:
         put(2, 7.5 * SPREAD / (32 * 4.6))
         blocks[:, 4:12], blocks[:, 12:16] = 0b10_100000, 0
     else:
-        assert kind is Kind.Q6_K  # codes from 0 to 63, less 32; all sixteen scales are 32
+        assert kind is Kind.Q6_K  # codes from 0 to 63, minus 32; all sixteen scales are 32
         blocks[:, 192:208] = 32
         put(208, SPREAD / (32 * 18.5))
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measures what drafts of the text so far gain one stream of a large model: milliseconds a token with and
-without --speculate, on answers that repeat more or less of their prompts.
+"""Measures what one stream of a large model gains from drafts taken from its text so far: milliseconds a
+token with and without --speculate, on answers that repeat more or less of their prompts.
 
     python bench/replay.py
     python bench/replay.py --shape llama-1b --speculate 4
 
-Weights are random, so that any shape can be measured without its checkpoint. The answers are those that the
-bundled model gave to the prompts of `speculate.py`, recorded in `answers.json`: whatever is computed, the
-tokens of the answer are drawn, so that drafts are right exactly where they would be. The programs are those
-that the server runs, planned by its scheduler, which drafts only where that pays, without HTTP.
+Weights are random, so that any shape can be measured without its checkpoint. The answers are those that
+the bundled model gave to the prompts of `speculate.py`, recorded in `answers.json`: whatever the model
+computes, the sampled tokens are replaced by those of the answer, so that drafts are right exactly where
+they would be. The programs are those that the server runs, planned by its scheduler, which drafts only
+where that pays, without HTTP.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from levserve.settings.parse import parse_settings
 
 ANSWERS = Path(__file__).parent / "answers.json"
 SLOT = 0
-"""Of the only sequence."""
+"""The slot of the only sequence."""
 DRAW = rounds.sample_rows
 
 
@@ -88,7 +89,7 @@ def main() -> None:
 def draw_answer(
     model: Any, hidden: Any, given: Any, positions: jax.Array, state: rounds.State, mode: Mode
 ) -> Drawn:
-    """Draws as always, and gives the tokens of the answer, which are where logit edits would be."""
+    """Samples as usual, but returns the tokens of the answer, which are stored in place of logit edits."""
     drawn = DRAW(model, hidden, given, positions, state, mode)
     place = positions - given.rules.prompt_len
     told = state.memory.edit_ids.at[given.slots, place].get(mode="clip")

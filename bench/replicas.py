@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Measures replicas behind nginx: how much of its prompts each policy finds in a prefix cache, and what lost replicas cost.
+"""Measures replicas behind nginx: the share of prompts each policy finds cached, and what lost replicas cost.
 
     python bench/replicas.py                              three servers of the bundled model
     python bench/replicas.py --step-ms 20 --prefill-us 200 --json run.json
     python bench/replicas.py --chaos                      kills, drains and restarts under load as well
 
-Clients hold talks of several turns through nginx with deploy/nginx/replicas.conf and read every answer as a stream. With --step-ms
-the servers are those of bench/host.py: levserve around a device that only keeps time, so that three of them can share a machine
-with few cores and still take what three devices would. Each policy gets talks of its own. Prints the ratio of each policy's prefix
-hits to round-robin's; exit code 1 if the hash's is below 1.3 or chaos lost more than it may. Flags that are not listed are levserve's.
+Clients hold talks of several turns through nginx with deploy/nginx/replicas.conf and read every answer
+as a stream. With --step-ms the servers are those of bench/host.py: levserve around a device that only
+keeps time, so that three of them can share a machine with few cores and still take as long as three
+devices would. Each policy gets talks of its own. Prints the ratio of each policy's prefix hits to
+round-robin's. The exit code is 1 if the hash's ratio is below 1.3, or if --chaos lost more requests than
+it may. Flags that are not listed are levserve's.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from replicas_chaos import run_chaos
 OPENING = re.compile(rb'(?s)^.*?"role"\s*:\s*"user"\s*,\s*"content"\s*:\s*"[^"\\]*(?:\\.[^"\\]*)*"')
 LEAST_RATIO = 1.3
 POLICIES = ("round_robin", "least_conn", "hash")
-PROMPT_SIZES = (128, 512, 1024)  # of the prompts from which costs are measured
+PROMPT_SIZES = (128, 512, 1024)  # words of the prompts from which costs are measured
 REPETITIONS = 5
 
 
@@ -105,7 +107,7 @@ def run_policy(servers: list[Server], policy: str, options: argparse.Namespace) 
 
 
 def hold_talk(talk: TalkRun, url: str, policy: str, began: float, options: argparse.Namespace) -> None:
-    """The assistant's turns are made up too: what a model says differs from run to run."""
+    """Holds a talk. The assistant's turns are made up too: a model's answers differ from run to run."""
     rng = random.Random(f"{policy} {options.seed} {talk.number}")
     system = " ".join(random.Random(f"system {policy}").choices(WORDS, k=options.system_words))
     messages = [{"role": "system", "content": system}]
@@ -153,12 +155,12 @@ def ask(url: str, body: bytes) -> tuple[float, int]:
 
 
 def measure_costs(server: Server, options: argparse.Namespace) -> Costs:
-    """Of one replica alone: prefill by prompts of three lengths, a step by one stream and by all rows."""
+    """Measures one replica alone: prefill of three lengths, and a step with one stream and with all rows."""
     times: dict[int, float] = {}
     for place, words in enumerate((PROMPT_SIZES[0], *PROMPT_SIZES)):  # the first warms up
         samples = []
         for number in range(REPETITIONS):
-            # No text is asked for twice: the prefix cache would answer.
+            # No prompt is sent twice: the prefix cache would know it.
             rng = random.Random(f"{place} {number} {options.seed}")
             text = " ".join(rng.choices(WORDS, k=words))
             message = {"role": "user", "content": text}
@@ -166,7 +168,7 @@ def measure_costs(server: Server, options: argparse.Namespace) -> Costs:
             sent = time.perf_counter()
             first, tokens = ask(server.url, body.encode())
             samples.append(first - sent)
-        times[tokens] = min(samples)  # what it takes while nothing disturbs it
+        times[tokens] = min(samples)  # the time when nothing else disturbs it
     least, most = min(times), max(times)
     token_seconds = (times[most] - times[least]) / (most - least)
     overhead = max(times[least] - least * token_seconds, 0.002)
@@ -185,7 +187,7 @@ def measure_costs(server: Server, options: argparse.Namespace) -> Costs:
 
 
 def _step_seconds(server: Server, num_streams: int, options: argparse.Namespace) -> float:
-    """By two lengths of answers, so that what a request costs besides its steps falls out.
+    """Seconds of a step, from answers of two lengths, so that a request's other costs cancel out.
 
     The first of the three runs leaves the prompt in the prefix cache, where the other two find it.
     """

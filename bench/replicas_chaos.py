@@ -18,7 +18,7 @@ ANSWER_SECONDS = 120
 
 @dataclass
 class Clients:
-    """Ask without a pause, half of them for streams; every answer must be whole."""
+    """Clients that ask without a pause, every other time for a stream; every answer must be whole."""
 
     url: str
     model: str
@@ -54,7 +54,7 @@ class Clients:
 
 
 def run_chaos(servers: Sequence[Server], url: str, model: str, num_clients: int) -> bool:
-    """Kills one, drains one, restarts all: whether no more was lost than a kill may lose."""
+    """Kills one server, drains one, restarts all; returns whether no more was lost than a kill may lose."""
     clients = Clients(url, model)
     threads = [threading.Thread(target=clients.run, args=(name,)) for name in range(num_clients)]
     for thread in threads:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Measures what ways to round matrices and activations would cost in quality, before kernels for them exist.
+"""Measures what rounding matrices and activations would cost in quality, before kernels for it exist.
 
     python bench/rounding.py
     python bench/rounding.py --ways int8 groups --model path/to/checkpoint
     python bench/rounding.py --ways int8 --kinds qkv --sides matrices
 
-Products are computed in float32 with numbers that were rounded first, which gives what integer kernels would
-give. The text, the model and the columns are those of bench/quality.py, keys and values are in bfloat16.
+Products are computed in float32 from values that were rounded first, which gives the results of integer
+kernels. The text, the model and the columns are those of bench/quality.py; keys and values are in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from levserve.weights.source import find_source
 EXACT = 0
 """As a number of bits: nothing is rounded."""
 WHOLE_ROW = 0
-"""As the size of a group: one scale for all numbers of a row."""
+"""As the size of a group: one scale for all values of a row."""
 SIDES = ("matrices", "activations")
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How numbers are rounded: to so many bits, with one scale for each group of them."""
+    """Rounds to `bits` bits, with one scale for each group of values."""
 
     bits: int
     group: int = WHOLE_ROW
@@ -59,7 +60,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Fp8:
-    """The same to FP8, with one scale for each block of rows and columns."""
+    """Rounds to FP8, with one scale for each block of rows and columns."""
 
     columns: int
     rows: int = 1
@@ -79,7 +80,7 @@ class Way:
     weights: Rounding | Fp8
     activations: Rounding | Fp8
     head: Rounding | None = None
-    """Of the head's activations; None: as those of others."""
+    """For the head's activations; None: the same as for the others."""
     has_exact_head: bool = False
     """Whether the head's matrix is left as it is."""
 
@@ -168,7 +169,7 @@ def _rotate(x: jax.Array, block: int) -> jax.Array:
 
 
 def make_parser(description: str | None, ways: Collection[str]) -> argparse.ArgumentParser:
-    """The options of this benchmark and of `kv_rounding.py`, which have other ways."""
+    """The options of this benchmark and of `kv_rounding.py`, whose ways differ."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,9 +5,9 @@
     python bench/same_file.py 8b.gguf --cores 2 16 --rows 1 8 --llama-python path/to/a/python/with/llama-cpp-python
     python bench/same_file.py 8b.gguf --quantize auto int8-blocks --context 64 --prompt 0
 
-`file_steps.py` measures levserve, with each choice of `--quantize`, and `llama_steps.py` llama.cpp. Both have the same
-cores, the first so many that this process may use. A ratio is how many times as fast levserve is. bench/compare.py
-measures whole servers over HTTP.
+`file_steps.py` measures levserve, with each choice of `--quantize`, and `llama_steps.py` measures
+llama.cpp. Both run on the same cores, the first ones that this process may use. A ratio is how many
+times as fast levserve is. bench/compare.py measures whole servers over HTTP.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(engine: str, file: Path, cores: list[int], options: argparse.Namespace) -> dict[str, float]:
-    """What the engine's own measurement prints: milliseconds of a step by its rows, and a prompt's tokens/s."""
+    """The results of the engine's own program: milliseconds of a step by rows, and tokens/s of a prompt."""
     same = [str(file), "--rows", *map(str, options.rows)]
     for name in ("context", "prompt", "steps"):
         same += [f"--{name}", str(getattr(options, name))]

@@ -1,4 +1,4 @@
-"""The forms in which checkpoints that are quantized already keep their matrices, for benchmarks."""
+"""The schemes by which quantized checkpoints store their matrices, for benchmarks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ALSO_HEAD = ("q4_0", "q4_k", "q6_k", "q8_0")
 
 
 def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
-    """How each matrix of a model is kept."""
+    """The scheme by which each matrix of a model is stored."""
     found = {}
     for array, shape in parameter_shapes(config).items():
         kind = array.rsplit(".", 1)[-1]
         is_left = kind in ("embed", "positions", "router") or (kind == "head" and name not in ALSO_HEAD)
         if len(shape) > 1 and not is_left and not kind.endswith("_bias"):
             scheme = SCHEMES[name]
-            # As `weights/quantized/fp8.py` has it: not with a last group that is smaller.
+            # As in `weights/quantized/fp8.py`: not if the last group would be smaller.
             rounds_rows = scheme.rounds_rows and shape[-1] % (scheme.columns or 1) == 0
             in_lanes = scheme.in_lanes and takes(shape, scheme)
             found[array] = replace(scheme, rounds_rows=rounds_rows, in_lanes=in_lanes)
@@ -53,7 +53,7 @@ def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
 def random_parts(
     key: jax.Array, scheme: Scheme, shape: tuple[int, ...], spread: float
 ) -> dict[str, jax.Array]:
-    """The arrays of a random matrix whose numbers have this standard deviation, about."""
+    """The arrays of a random matrix whose values have about this standard deviation."""
     spread_of_codes = float(jnp.std(decode(_random_codes(key, (2, 4096), scheme.code), scheme.code)))
     parts = {}
     for end, (part_shape, dtype) in scheme.array_shapes(shape).items():

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def score(url: str, model: str, pid: int, num_tokens: int) -> int:
-    """Scores a prompt of its own and returns the server's peak memory in bytes."""
+    """Scores a prompt of so many tokens, and returns the server's peak memory in bytes."""
     prompt = [100 + (number * 7919) % 30_000 for number in range(num_tokens)]
     start = time.monotonic()
     body = {"model": model, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}

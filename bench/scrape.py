@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what reading the metrics costs a server: CPU of each page, asked as often as an endpoint picker asks.
+"""Measures what scraping costs a server: CPU time per page, as often as an endpoint picker scrapes.
 
     python bench/scrape.py
     python bench/scrape.py --streams 4 --per-second 20 --seconds 20 --max-running 8
@@ -67,7 +67,7 @@ def settle(server: Server) -> None:
 
 
 def measure(server: Server, page: str | None, options: argparse.Namespace) -> float:
-    """The server's CPU seconds in each second, with a scraper or without."""
+    """The server's CPU seconds per second, with a scraper or without."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
     cpu, began = server.cpu_seconds(), time.perf_counter()
     for number in range(round(options.seconds * options.per_second)):

@@ -6,9 +6,9 @@ engine alone.
     python bench/share.py --loads 64,512,128 256,512,128 256,128,512 --output-spread 0.5 --clients 8 --model ./my-model
     python bench/share.py --loads 256,562,562 --requests 1 --prompt-spread 0.82 --output-spread 0.82 --temperature 0.6 --clients 8
 
-The engine alone is the device thread's loop and nothing else: it takes the next request when one ends and
-hands its tokens to nobody. So what is missing over HTTP went to Python's other threads. Flags that are not
-listed are levserve's own.
+The engine alone is the device thread's loop and nothing else: it takes the next request when one ends
+and discards the tokens. What is missing over HTTP was therefore spent in Python's other threads. Flags
+that are not listed are levserve's own.
 """
 
 from __future__ import annotations

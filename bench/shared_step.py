@@ -1,8 +1,9 @@
-"""Predicts a decode step and prefill of a model that several GPUs share, from times on one GPU and the speed of links.
+"""Predicts the decode step and prefill of a model on several GPUs from times on one GPU and link speed.
 
-What one GPU takes is divided by the number of GPUs, because compiled programs show that bytes and flops of each fall so (see
-tests/tiny/test_h200_parallel.py), and the exchanges are added: two sums a layer and one for the embedding, in float32, and a gather of the logits.
-Nothing here has run on several GPUs.
+The time on one GPU is divided by the number of GPUs, because compiled programs show that each one's
+bytes and flops shrink that way (see tests/tiny/test_h200_parallel.py). Added are the exchanges: two sums
+a layer and one for the embedding, in float32, and a gather of the logits. Nothing here has run on
+several GPUs.
 
     python3 bench/shared_step.py
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LINK_BYTES = 350e9
-"""A second, in each direction, of an H200's NVLink: three quarters of the 450e9 on paper."""
+"""Bytes a second, in each direction, of an H200's NVLink: three quarters of the nominal 450e9."""
 EXCHANGE_SECONDS = {2: 12e-6, 4: 15e-6}
-"""Of the smallest exchange inside a CUDA graph."""
+"""Seconds of the smallest exchange inside a CUDA graph, by number of GPUs."""
 WORD_BYTES = 4
 
 
@@ -37,7 +38,7 @@ PREFILL_TOKENS = 4096
 
 
 def sum_seconds(num_bytes: float, count: int) -> float:
-    """A sum over so many GPUs: each sends and receives two parts of all but its own share."""
+    """A sum over `count` GPUs: each sends and receives all but its own share, twice."""
     return EXCHANGE_SECONDS[count] + 2 * (count - 1) / count * num_bytes / LINK_BYTES
 
 
@@ -46,7 +47,7 @@ def gather_seconds(num_bytes: float, count: int) -> float:
 
 
 def predict(model: Measured, alone: float, tokens: int, rows: int, count: int) -> float:
-    """Seconds of what takes `alone` on one GPU: so many tokens, of which `rows` are sampled."""
+    """Seconds on `count` GPUs of what takes `alone` on one: so many tokens, and logits for `rows` of them."""
     num_sums = 2 * model.num_layers + 1
     sums = num_sums * sum_seconds(tokens * model.hidden_size * WORD_BYTES, count)
     return alone / count + sums + gather_seconds(rows * model.vocab_size * WORD_BYTES, count)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Soaks a server in mixed traffic at twice what it can hold, with clients that leave, hurry or talk rubbish; then looks for damage.
+"""Soaks a server in mixed traffic at twice its capacity, with clients that leave, hurry or send rubbish.
 
-Standard library only. `Soak` runs threads that each do one `Act` after another; every answer is checked as it comes. After a first
-part that warms everything up, and again at the end, the traffic stops and the server's own metrics are read: in between nothing may
-have been lost, left behind or grown. Memory is printed every minute; after five minutes it must stay level, and a server that is
-started here must stay within the memory that its plan states.
+Standard library only. `Soak` runs threads that each do one `Act` after another; every answer is checked
+when it arrives. After a first part that warms everything up, and again at the end, the traffic stops and
+the server's own metrics are read: in between nothing may be lost, left behind or grown. Memory is
+printed every minute; after five minutes it must stay level, and a server that is started here must stay
+within the memory that its plan states.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from urllib.parse import urlsplit
 
 ROWS, WAITING = 4, 8  # of a server that is started here; a small one is full sooner
 WARM_SHARE = 0.3  # of the time, before memory and descriptors are first looked at
-ANSWER_SECONDS = 120  # for an answer; a server that holds up gives every one far sooner
+ANSWER_SECONDS = 120  # at most for an answer; a healthy server is far faster
 READY_SECONDS = 600
 IDLE_SECONDS = 60
 SPARE_FILES = (
     8  # that may be open at the end and were not before: the log, a compiled program, our own scrape
 )
-GROWTH = 0.05  # of memory; and never less than
-GROWTH_BYTES = 48 << 20  # threads that come to life late, and what malloc keeps
-LEVEL_MINUTES = 5  # after which memory is level, but for
-LEVEL_GROWTH = 0.03
+GROWTH = 0.05  # share by which memory may grow, if that is more than
+GROWTH_BYTES = 48 << 20  # for threads that start late, and what malloc keeps
+LEVEL_MINUTES = 5  # after which memory may grow by at most
+LEVEL_GROWTH = 0.03  # this share
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 ZERO = (
     "levserve_requests_running",
@@ -66,7 +67,7 @@ class Wrong(Exception):
 
 
 class Failed(Wrong):
-    """One that says that the server failed: a 500, or an error in a stream. A fault that was ordered may lead to it."""
+    """An answer that reports a failed server: a 500 or an error in a stream. Injected faults may cause it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Act:
     body: dict[str, Any] | bytes | None = None
     statuses: tuple[int, ...] = (200, 429)
     num_tokens: int | None = None
-    """Exactly so many are to come, in all choices."""
+    """The exact number of tokens that must come, in all choices together."""
     leaves_after: float | None = None
     """Seconds until the client hangs up, whatever has come."""
 
@@ -147,7 +148,7 @@ class Acts:
         return Act("score", "/loglikelihood", pairs)
 
     def _hurry(self) -> Act:
-        """With a deadline that it may miss: before the first token it gets 504, after it what there is."""
+        """A deadline that may pass: before the first token the answer is a 504, after it the text so far."""
         path, body = self._body(timeout=round(self._random.uniform(0.01, 1.0), 3))
         return Act("deadline", path, body | {"stream": self._random.random() < 0.5}, statuses=(200, 429, 504))
 
@@ -175,7 +176,7 @@ class Acts:
 
 
 class Soak:
-    """The traffic. `outcomes` counts what became of each kind of act, `wrong` says what should not have been."""
+    """The traffic. `outcomes` counts the outcomes of each kind of act, `wrong` lists what must not happen."""
 
     def __init__(
         self, url: str, model: str, *, concurrency: int, seed: int, chats: bool = True, may_fail: int = 0
@@ -256,7 +257,7 @@ class Soak:
             *TRANSPORT,
             ValueError,
             AttributeError,
-        ):  # the last two are http.client's, when its socket goes under its hands
+        ):  # http.client raises the last two when its socket is shut while in use
             return "left"
         finally:
             timer.cancel()
@@ -333,7 +334,7 @@ def _hang_up(connection: http.client.HTTPConnection) -> None:
 
 
 class Server:
-    """What the server says of itself."""
+    """Asks the server about itself."""
 
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url)
@@ -353,7 +354,7 @@ class Server:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def settle(self) -> dict[str, float]:
-        """Its metrics when it is idle, or when it should be; connections take a moment to close."""
+        """The metrics once the server is idle, or after a time limit; connections take a moment to close."""
         deadline = time.monotonic() + IDLE_SECONDS
         steady = 0
         before = self.scrape()
@@ -393,7 +394,7 @@ class MemoryLog:
             try:
                 self.minutes.append(self._server.scrape()["process_resident_memory_bytes"])
             except TRANSPORT:
-                return  # the traffic tells that the server has gone
+                return  # the traffic reports that the server is gone
             print(f"minute {len(self.minutes):3}  {self.minutes[-1] / 2**20:.1f} MiB", flush=True)
 
 
@@ -406,7 +407,7 @@ class Started:
     is_complete: threading.Event
     """Set when all its programs are compiled."""
     planned_bytes: int | None
-    """Memory that it needs at most, as its log states it on a CPU."""
+    """The most memory that it should need, as its log states on a CPU."""
 
     def peak_bytes(self) -> int:
         """The most memory that the process and its worker have taken."""
@@ -421,7 +422,7 @@ def _peak_bytes(status: str) -> int:
 
 
 def planned_bytes(lines: list[str]) -> int | None:
-    """What the plan in a log asks for at most. On a GPU that is the device's memory, and there is no such line."""
+    """The most memory that the plan in a log asks for; a plan of a GPU's memory has no such line."""
     for line in lines:
         match = re.search(r" memory +([\d.]+) (\w+) at most", line)
         if match:
@@ -432,10 +433,10 @@ def planned_bytes(lines: list[str]) -> int | None:
 def judge_memory(
     minutes: list[float], peak_bytes: int = 0, planned_bytes: int | None = None
 ) -> list[tuple[str, str, bool]]:
-    """As `judge`: whether memory is level once it has had time to be, and whether it has kept to the plan."""
+    """Like `judge`: whether memory is level after it has settled, and whether it stayed within the plan."""
     rows = []
     if len(minutes) > LEVEL_MINUTES:
-        # The highest is compared with the highest: a long prompt's arrays come and go.
+        # Maxima are compared, because the arrays of a long prompt come and go.
         start = max(minutes[LEVEL_MINUTES - 3 : LEVEL_MINUTES])
         growth = max(minutes[LEVEL_MINUTES:]) / start - 1
         found = f"{growth:+.1%} of {LEVEL_GROWTH:.0%} allowed"
@@ -495,7 +496,7 @@ def print_table(soak: Soak, rows: list[tuple[str, str, bool]]) -> None:
 
 @contextmanager
 def started(flags: list[str], faults: str) -> Iterator[Started]:
-    """Starts a levserve, gives it when it is ready, and ends it."""
+    """Starts a levserve, yields it when it is ready, and stops it."""
     command = [
         sys.executable,
         "-m",
@@ -562,7 +563,7 @@ def soak(
     faults: str,
     own: Started | None = None,
 ) -> bool:
-    """Whether everything held."""
+    """Runs the traffic and prints the table; returns whether everything held."""
     server = Server(url)
     model = json.loads(server.ask("/v1/models"))["data"][0]["id"]
     chats = bool(json.loads(server.ask("/tokenizer_info"))["chat_template"])
@@ -571,7 +572,7 @@ def soak(
     with MemoryLog(server) as memory:
         traffic.run(minutes * 60 * WARM_SHARE)
         if own is not None:
-            own.is_complete.wait(READY_SECONDS)  # what compiling takes is not what serving leaves behind
+            own.is_complete.wait(READY_SECONDS)  # memory for compiling must not count as growth
         before = server.settle()
         traffic.run(minutes * 60 * (1 - WARM_SHARE))
         after = server.settle()

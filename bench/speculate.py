@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Measures what drafts gain: tokens a second with and without --speculate, on prompts whose answers repeat
-more or less of them.
+more or less of the prompt.
 
     python bench/speculate.py
     python bench/speculate.py --speculate 4 --streams 1 4 --temperature 0.7
 
-The engine runs in this process, without HTTP, and both ways take turns on it. What is counted are the tokens
-after the first, from the first to the last of them.
+The engine runs in this process, without HTTP, and both ways take turns on it. Rates are of the tokens
+after the first, from the first to the last.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
                 drafted: list[Run] = []
                 for _ in range(options.repeats + 1):
                     for runs, chosen in ((plain, None), (drafted, speculation)):
-                        loaded.scheduler.speculation = chosen  # nothing runs now
+                        loaded.scheduler.speculation = chosen  # nothing is running here
                         runs.append(measure(engine, loaded, tuple(prompt), streams, options))
                 show(streams, name, plain[1:], drafted[1:])  # the first ones filled the prefix cache
 
@@ -145,7 +145,7 @@ def _counts(metrics: Metrics) -> list[float]:
 
 @contextmanager
 def running(num_draft: int, flags: list[str]) -> Iterator[tuple[Engine, Loaded]]:
-    """The engine on its device thread, with every program compiled."""
+    """Runs the engine on its device thread, with every program compiled."""
     settings = parse_settings(["--speculate", str(num_draft), *flags], {})
     settings = replace(settings, max_running=settings.max_running or 8)
     engine = Engine(max_inflight=64, metrics=Metrics())

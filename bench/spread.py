@@ -1,7 +1,8 @@
-"""What the host takes to start a program on several devices and to read its result, and how that grows with their number.
+"""Measures the host's time to start a program on several devices and read its result, by their number.
 
-A call of a compiled program with the arrays of Llama-3.1-8B: so many, but small, on parts of this machine's CPU. It runs nothing to
-speak of, so what is measured is the runtime alone: the upper end of what a GPU's would take, because the parts share the cores.
+It calls a compiled program with as many arrays as Llama-3.1-8B has, but small ones, on virtual devices
+of this machine's CPU. The program computes almost nothing, so what is measured is the runtime alone. A
+GPU's runtime should take no longer, because the virtual devices share the cores.
 
     python3 bench/spread.py --devices 1 2 4
 """
@@ -25,7 +26,7 @@ NUM_LAYERS, ARRAYS_PER_LAYER, OTHER_ARRAYS = 32, 6, 3
 
 
 class Times(NamedTuple):
-    """Seconds of the fastest of many."""
+    """Seconds, each of the fastest of many calls or reads."""
 
     call: float
     """With the packed array of a round, which the host passes."""
@@ -34,7 +35,7 @@ class Times(NamedTuple):
     call_of_few: float
     """With one layer's arrays in place of all."""
     read: float
-    """Of a result that is there."""
+    """Of a result that is ready."""
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def measure(count: int, num_calls: int) -> Times:
-    """The cases in turn, so that all meet the same machine."""
+    """Measures the cases by turns, so that changes on the machine affect all alike."""
     import jax
     import numpy as np
 
@@ -87,7 +88,8 @@ def measure(count: int, num_calls: int) -> Times:
 
 
 def make_call(mesh: jax.sharding.Mesh | None, num_layers: int) -> Callable[[Any], jax.Array]:
-    """Gives what calls a program that uses every array, or else XLA would drop them, and donates its pools."""
+    """Returns a function that calls a program. The program uses every array, because XLA would drop the
+    others, and donates its pools."""
     import jax
     import jax.numpy as jnp
 

@@ -4,9 +4,10 @@
     python bench/stages.py --shape smollm2-1.7b --rows 1 8
     python bench/stages.py --shape smollm2-1.7b --rows 1 --looks 0 20 1000 --task-outs 1024 128 --pinned
 
-Every task notes when it begins and ends and on which thread. Of each stage, summed over all layers: the time from the
-first beginning to the last end, the time until the next stage begins, the share of the threads' time that is work, and
-how fast its matrix is read. The floor is a kernel that only reads, in as many tasks.
+Every task notes when it begins and ends and on which thread. Printed are, of each stage and summed over
+all layers: the time from the first beginning to the last end, the time until the next stage begins, the
+share of the threads' time that is work, and how fast its matrix is read. The floor is the time to read
+weights and KV at the speed of a kernel that only reads.
 
 What may be varied: how often a waiting thread looks before it sleeps, how many outputs of a product a task has at most,
 and whether each thread of XLA's pool stays on a core of its own. Each variant runs in a process of its own.
@@ -145,7 +146,7 @@ def print_stages(notes: list[NDArray[np.int64]], threads: int, matrices: dict[st
 
 
 def summarize(note: NDArray[np.int64], threads: int) -> list[tuple[float, float, float, float]]:
-    """Of each stage: nanoseconds of all its tasks, nanoseconds after them, the share of work, tasks of a layer."""
+    """Of each stage: nanoseconds of its tasks, and until the next stage, share of work, tasks per layer."""
     num_layers = note.shape[0]
     used = note[..., BEGIN] > 0
     begin = np.where(used, note[..., BEGIN], np.iinfo(np.int64).max).min(axis=2)  # [layer, stage]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a start takes, and what memory the server then has: the first start of a model, and later ones.
+"""Measures how long the first and later starts of a model take, and how much memory the server then has.
 
     python bench/random_gguf.py --shape smollm2-1.7b --kind q4_0 model.gguf
     python bench/start.py --model model.gguf
@@ -7,11 +7,11 @@
 
 Starts levserve with an empty cache folder, then without prepared weights (`--weight-cache 0`) but with the programs
 that the first start compiled, then with both, and then two servers at once. What follows `--` goes to every server.
-The floor is to read the model's file once, from memory: each start before has brought it there.
+The floor is reading the model's file once from memory, where the earlier starts have brought it.
 
-Columns: seconds until /readyz; seconds of processor time until then; memory of all of the server's processes, of which
-anonymous, and of which pages of files; its proportional share of those, where servers share pages; tokens per second of
-one stream. Sizes are in MB, 10^6 bytes.
+Columns: seconds until /readyz; CPU seconds until then; memory of all of the server's processes, then its
+anonymous part and its pages of files; its proportional share, where servers share pages; tokens per
+second of one stream. Sizes are in MB, 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Server:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> dict[str, float]:
-        """Megabytes of all its processes, by the names of /proc."""
+        """Megabytes of all its processes, by the names in /proc."""
         sizes = {"Rss": 0.0, "Anonymous": 0.0, "Pss": 0.0}
         for process in self._processes():
             for line in (process / "smaps_rollup").read_text().splitlines()[1:]:

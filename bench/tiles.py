@@ -5,7 +5,7 @@
 
 Each program multiplies the same rows with many copies of an int8 matrix, so that few of them are still in the
 CPU's caches, as in a model. The two ways take turns, and the best turn of each counts. Their results must be
-equal. The share is that of the fastest that matrix units can be, which is measured first.
+equal. The percentage is of the matrix units' peak speed, which is measured first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def random_copies(shape: tuple[int, ...]) -> list[jax.Array]:
-    """Copies of a packed matrix."""
+    """Copies of a random packed matrix, each with its rows in another order."""
     size = shape[0] * shape[1]
     numbers = np.frombuffer(np.random.default_rng(0).bytes(size), np.uint8).reshape(shape)
     copies = min(max(2, BYTES_READ // size), MAX_COPIES)
@@ -91,7 +91,7 @@ def take_turns(
     x: jax.Array,
     turns: int,
 ) -> list[float]:
-    """Seconds of each way at best; the results must be equal."""
+    """The best seconds of each way; raises if their results differ."""
     best, results = [float("inf")] * len(calls), []
     for call in calls:
         results.append([np.asarray(each) for each in call(weights, scale, x)[:2]])

@@ -1,7 +1,8 @@
-"""Ways in which the threads of CPU kernels share work and wait for each other, to measure them by turns in one process.
+"""Ways in which the threads of CPU kernels wait for each other, to measure them by turns in one process.
 
-A kernel is written with the constants of its modules. So each way has kernels of its own, under names of their own, and
-its own programs; the weights are shared. What other processes do meanwhile meets all ways alike.
+A kernel is generated with the constants of its modules, so each way has its own kernels, under their own
+names, and its own programs; the weights are shared. Because ways take turns, other processes disturb all
+alike.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from levserve.jit.xla_call import Kernel
 from levserve.model.rules import Mode
 
 NEVER = 2**60
-"""Nanoseconds, or threads."""
+"""A limit that is never reached, in nanoseconds or threads."""
 
 
 class Constant(NamedTuple):
@@ -43,12 +44,12 @@ WAYS: dict[str, tuple[Constant, ...]] = {
     "turn": (many_from(NEVER),),
     "sleep": (many_from(0),),
 }
-"""The last three are ways to wait: to yield always, to sleep after a yield that took long, to sleep always."""
+"""The last three always yield, sleep after a yield that took long, and always sleep."""
 
 
 @contextmanager
 def kernels_in(way: str) -> Iterator[None]:
-    """Kernels that are written here are written in this way, and have its name."""
+    """Inside this context, kernels are generated for this way and have it in their names."""
     with ExitStack() as stack:
         for constant in WAYS[way]:
             stack.enter_context(patch.object(*constant))

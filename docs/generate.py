@@ -2,8 +2,9 @@
 
     python docs/generate.py
 
-fills every `<!-- generated: NAME -->` of `docs/pages`. A test compares, so a page cannot go stale. What a route, a field or an
-error means is said in `levserve/web/descriptions.py`, once; one without such a sentence, or a sentence without its thing, is an
+fills every `<!-- generated: NAME -->` of `docs/pages`. A test compares the pages with the output, so
+they cannot go stale. The meaning of a route, a field or an error is written once, in
+`levserve/web/descriptions.py`; a missing description, or one of something that does not exist, is an
 error.
 """
 
@@ -89,7 +90,7 @@ NOUNS: dict[type[inspect.Type], str] = {
 
 
 def blocks() -> dict[str, Callable[[], str]]:
-    """What each generated part is made by."""
+    """The function that makes each generated part."""
     return {
         "settings": _settings,
         "endpoints": _endpoints,
@@ -190,7 +191,7 @@ def _noun(info: inspect.Type) -> str:
 
 
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
-    """Bounds that only keep a number inside its machine type are not worth saying."""
+    """The bounds in words, without those that only keep a number inside its machine type."""
     low, high = info.ge, info.le
     if high is not None and high >= 2**31 - 1:
         high = None
@@ -239,7 +240,7 @@ def _metrics() -> str:
     rows = []
     for collector in metrics.registry._collector_to_names:
         if not isinstance(collector, MetricWrapperBase):
-            continue  # the process's own
+            continue  # a collector of the process's own metrics
         labels = collector._labelnames
         for family in collector.describe():
             rows.append(

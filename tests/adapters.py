@@ -1,4 +1,4 @@
-"""Small LoRA adapters in PEFT's form, and what they make of a checkpoint, computed by NumPy."""
+"""Makes small LoRA adapters in PEFT's format, and merges them into a checkpoint with NumPy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_adapter(folder: Path, tensors: Tensors, **fields: object) -> Path:
 
 
 def make_halves(base: Tensors, modules: list[str], rank: int = RANK) -> Tensors:
-    """A and B of each module, under PEFT's names. Products of such numbers are exact in any order."""
+    """A and B of each module, under PEFT's names. Products of these values are exact in any order."""
     numbers = np.random.default_rng(5)
 
     def draw(*shape: int) -> NDArray[np.float32]:
@@ -42,7 +42,7 @@ def make_halves(base: Tensors, modules: list[str], rank: int = RANK) -> Tensors:
 
 
 def is_conv(module: str) -> bool:
-    """Whether it is one of GPT-2's, which are stored [in, out]."""
+    """Whether the module is one of GPT-2's, whose matrices are stored [in, out]."""
     return module.startswith("transformer.h.")
 
 

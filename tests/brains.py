@@ -1,4 +1,4 @@
-"""The golden brains: folders as users of AI-OS have them, and what AI-OS's own model says of them."""
+"""The golden brains: folders as users of AI-OS have them, and the results of AI-OS's own model."""
 
 from __future__ import annotations
 

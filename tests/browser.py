@@ -1,6 +1,6 @@
-"""A real browser for the tests that want one: Debian's chromium without a window, driven by selenium.
+"""A real browser for the tests that need one: Debian's chromium in headless mode, driven by selenium.
 
-Every run of tests imports this file, so selenium, which takes half a second, is imported where it is used.
+Every test run imports this file, so selenium, which takes half a second, is imported where it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--force-color-profile=srgb",
-    # Nothing outside of this machine can be asked for, so a page that works needs nothing from there.
+    # Nothing outside this machine can be reached, so a page that works needs nothing from outside.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
@@ -46,7 +46,7 @@ def find_browser() -> Path:
 
 
 class Browser:
-    """One window; what it shows is found by ids, which are the page's own names for its parts."""
+    """One browser window; elements are found by CSS selectors, usually by the page's own ids."""
 
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
@@ -63,7 +63,7 @@ class Browser:
         return self.driver.find_elements(CSS, selector)
 
     def text(self, selector: str) -> str:
-        """What the last element of this kind shows; nothing if there is none."""
+        """The text of the last element that matches; empty if none does."""
         script = "return [...document.querySelectorAll(arguments[0])].at(-1)?.innerText ?? ''"
         return str(self.run(script, selector))
 
@@ -77,13 +77,13 @@ class Browser:
         self.wait(lambda: part in self.text(selector))
 
     def errors(self) -> list[str]:
-        """What the console has said since the last call, policy violations and failed requests included."""
+        """The console's messages since the last call, policy violations and failed requests included."""
         return [str(entry["message"]) for entry in self.driver.get_log("browser")]
 
 
 @contextmanager
 def open_browser(folder: Path, width: int = 1360, height: int = 860) -> Iterator[Browser]:
-    """The browser with a profile of its own in an empty folder."""
+    """The browser with its own profile in an empty folder."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 

@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Every block of the documents in one of these languages; what several have is told once."""
+    """Every block of the documents in one of these languages; equal blocks are listed once."""
     found: dict[str, Block] = {}
     for path in DOCUMENTS:
         text = path.read_text()
@@ -40,14 +40,14 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def links(path: Path) -> Iterator[str]:
-    """The targets of its links and pictures, those inside of code left out."""
+    """The targets of a page's links and images, except those inside code."""
     prose = FENCE.sub("", path.read_text())
     without_code = CODE.sub("code", prose)
     yield from LINK.findall(without_code)
 
 
 def anchors(path: Path) -> set[str]:
-    """What may follow the # of a link to it: only headings of which mkdocs and forges make the same anchor."""
+    """The anchors that links to a page may use: those that mkdocs and forges derive alike from a heading."""
     found = set()
     for heading in HEADING.findall(FENCE.sub("", path.read_text())):
         bare = re.sub(r"[^\w\s-]", "", heading).strip().lower()

@@ -14,13 +14,13 @@ COMMANDS = {
     "chat_with_curl.sh": ["bash"],
     "chat_with_node.mjs": ["node"],
 }
-"""Those that every test run can run."""
+"""The examples that every test run can run."""
 HEAVY = {"chat_with_langchain.py": "langchain-openai>=1", "chat_with_litellm.py": "litellm>=1.80"}
-"""Those that need a large install, with the package that each needs."""
+"""The examples that need a large install, with the package that each needs."""
 RAY = {"ray_serve.py": "ray[serve]>=2.50,<3"}
-"""The one that starts servers itself, and has a test and a page of its own."""
+"""The example that starts servers itself; it has its own test and its own page."""
 
 
 def client_environ(url: str) -> dict[str, str]:
-    """Where the examples find the server."""
+    """The environment variables by which the examples find the server."""
     return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "any"}

@@ -1,4 +1,4 @@
-"""The Flask application in this process around the fake device, and a plain way to ask it."""
+"""The Flask application around the fake device, in this process, and a simple client for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class App:
         return [json.loads(event) for event in events]
 
     def refuse(self, path: str, body: Any) -> tuple[int, str | None]:
-        """The status and the named field of a request that must be refused, in the shape of an error."""
+        """The status and the named field for a request that must be refused with an error object."""
         reply = self.post(path, body)
         assert reply.status_code >= 400, reply.text
         assert reply.json is not None and sorted(reply.json["error"]) == ["code", "message", "param", "type"]

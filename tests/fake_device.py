@@ -1,13 +1,15 @@
 """A device thread whose tokens one can work out by hand, with the toy vocabulary `<pad> <s> </s> t3 t4 ...`.
 
-Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. After k, the token k + 1 has the
-log-probability -0.5, k + 2 has -1.5, and the others are impossible. The hidden state of k is 1 in place k % 4 of four and 0 in
-the others. A prompt's scores come three at a time, before its first token. Some tokens in a prompt are orders:
-t3 gives one token and waits for the drain before it goes on; t4 gives none and waits for ever; t5 kills the device; t6
-gives one token and waits for ever; each t7 counts as found in the prefix cache; t8 is lost and never answered. A parrot
-instead repeats the last message of a chat, or the prompt, byte by byte. Run as a
-program this is a whole server around that thread, which prints what it does as one JSON line each on stdout; or, with
-`--fork-by`, a process from which such servers are forked.
+Greedy, token k is followed by k + 1; at any temperature above 0 by k + 1 + seed % 5. After k, the token k + 1
+has the log-probability -0.5, k + 2 has -1.5, and the others are impossible. The hidden state of k is 1 in
+place k % 4 of four and 0 in the others. A prompt's scores come three at a time, before its first token. Some
+tokens in a prompt are orders: with t3 the request gets one token and the rest after the drain has begun; with
+t4 it gets none and waits forever; t5 kills the device; with t6 it gets one token and waits forever; each t7
+counts as found in the prefix cache; with t8 the request is lost and never answered. A parrot instead repeats
+the last message of a chat, or the prompt, byte by byte.
+
+Run as a program, this is a whole server around that thread, which prints each of its events as a JSON line on
+stdout; or, with `--fork-by`, a process from which such servers are forked.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def serve_toy(
 
 
 def load_byte_tokenizer(template: str = "{{ messages[-1].content }}") -> Tokenizer:
-    """Each byte is a token; the chat template keeps the last message alone."""
+    """Each byte is a token; the chat template keeps only the last message."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {"</s>": PARROT_EOS} | {character: place + 1 for place, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
@@ -104,7 +106,7 @@ class Row:
         return self.is_told(WAIT) or (waits_after_one and self._count == 1)
 
     def step(self) -> FinishReason | None:
-        """Scores a part of the prompt, or goes on by one token after it."""
+        """Scores a part of the prompt or, once it is scored, adds one token."""
         if self.is_scoring:
             self._put(TokenBatch((), prompt_logprobs=self._take_scores()))
             return None
@@ -165,7 +167,7 @@ class Row:
 
 
 class ParrotRow(Row):
-    """Repeats its prompt at a pace that one can watch; each token is as likely as the greedy one elsewhere."""
+    """Repeats its prompt at a pace that one can watch; each token is as likely as a greedy one of `Row`."""
 
     def _follow(self, token: int) -> int:
         time.sleep(PARROT_SECONDS)
@@ -177,9 +179,9 @@ class ParrotRow(Row):
 
 
 class FakeDevice(threading.Thread):
-    """Answers an engine's inbox until `Stop`. `events` tells what it does: (event, request id) pairs.
+    """Answers an engine's inbox until `Stop`. `events` receives what it does, as (event, request id) pairs.
 
-    `requests` are all that it was given. It can be made not to obey the orders in prompts.
+    `requests` holds every request that it was given. Unless it `obeys`, it ignores the orders in prompts.
     """
 
     row_kind: type[Row] = Row
@@ -220,7 +222,7 @@ class FakeDevice(threading.Thread):
                     self._forget(request_id)
 
     def _is_shared_prompt_scored(self, row: Row) -> bool:
-        """The sequence whose prompt this one shares comes first, as with the real scheduler."""
+        """Whether the sequence whose prompt this one shares is scored: it comes first, as in reality."""
         first = self._rows.get(row.request.shares_prompt_of or "")
         return first is None or not first.is_scoring
 
@@ -261,7 +263,7 @@ class FakeDevice(threading.Thread):
         for request_id in list(self._rows):
             self._end(request_id, FinishReason.FAILED)
         self._engine.fail()
-        time.sleep(1)  # the writers' last words, as the real device thread leaves them
+        time.sleep(1)  # for writers to send their last events, as the real device thread does
         os._exit(70)
 
 
@@ -279,7 +281,8 @@ class Parrot(TellingDevice):
 
 
 def start_fake_device(settings: Settings, registry: Registry) -> threading.Thread:
-    """As the real one; the name to serve under may order a start that fails, one that never ends, a template of a megabyte, or a parrot."""
+    """Replaces the function that starts the real device thread. The served name may be an order: for a start
+    that fails, one that never ends, a template of a megabyte, or a parrot."""
     match settings.main_name:
         case "broken":
             raise ConfigError("the model is broken")
@@ -298,7 +301,7 @@ def start_fake_device(settings: Settings, registry: Registry) -> threading.Threa
 
 
 def _find_nothing() -> None:
-    """What the real device thread does about a `StartupError`."""
+    """Does what the real device thread does after a `StartupError`."""
     print("levserve: error: the model is missing", file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""A real server process around the fake device, and a plain client for it."""
+"""A real server process around the fake device, and a simple client for it."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class Lines:
         self._thread.start()
 
     def wait_for(self, is_wanted: Callable[[str], bool]) -> str:
-        """The next line of this kind; others before it are passed over."""
+        """The next line that is wanted; lines before it are skipped."""
         while True:
             line = self._queue.get(timeout=PATIENCE_SECONDS)
             if is_wanted(line):
                 return line
 
     def skip(self) -> None:
-        """Passes over what has been written so far, also where the thread has not read it yet."""
+        """Skips everything written so far, including what the thread has not read yet."""
         self._take()
         while not self._queue.empty():
             self._queue.get()
 
     def wait_end(self) -> None:
-        """Until every process that could write here has ended."""
+        """Waits until every process that could write here has ended."""
         self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive()
 
@@ -74,7 +74,7 @@ class Lines:
             select.select([self._pipe], [], [])
 
     def _take(self) -> bool:
-        """Reads all that is there; tells whether more may come."""
+        """Reads all that is there; returns whether more may come."""
         with self._lock:
             while piece := self._pipe.read(65536):
                 *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -127,10 +127,11 @@ class Client:
 
 
 class ServerProcess:
-    """A server process of its own; use it as a context, which kills what is left of it.
+    """A separate server process; a context manager that kills what is left of it at the end.
 
-    A `listener` is given to it as systemd gives one: as descriptor 3. A server is forked from a process that has imported all that it
-    imports, unless a limit or a listener is given or it is to be `is_fresh`, which a test of the start itself wants.
+    A `listener` is passed to it as systemd does, as descriptor 3. A server is forked from a process that has
+    already imported everything, unless a limit or a listener is given, or `is_fresh`, which is for tests of
+    the start itself.
     """
 
     def __init__(
@@ -166,12 +167,12 @@ class ServerProcess:
         return int(children[0])
 
     def num_connections(self) -> int:
-        """How many clients' connections the worker has open."""
+        """How many client connections the worker has open."""
         links = Path(f"/proc/{self.worker_pid}/fd").iterdir()
         return sum(link.is_socket() for link in links) - 1  # less the listener
 
     def cpu_seconds(self) -> float:
-        """What arbiter and worker have computed so far."""
+        """The CPU time that arbiter and worker have used so far."""
         stats = (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             for pid in (self._process.pid, self.worker_pid)
@@ -181,7 +182,7 @@ class ServerProcess:
         ) / os.sysconf("SC_CLK_TCK")
 
     def native_packages(self) -> set[str]:
-        """Those of which arbiter or worker have compiled code in their memory."""
+        """The packages whose compiled code is mapped by the arbiter or the worker."""
         maps = (Path(f"/proc/{pid}/maps").read_text() for pid in (self._process.pid, self.worker_pid))
         return {found for text in maps for found in re.findall(r"/site-packages/(\w+)/\S+\.so", text)}
 
@@ -205,25 +206,25 @@ class ServerProcess:
 
     @property
     def events(self) -> list[str]:
-        """All that it has written to its standard output."""
+        """All lines that it has written to stdout."""
         return self._events.seen
 
     def skip_events(self) -> None:
         self._events.skip()
 
     def wait_event(self, event: str) -> str:
-        """Waits until the device tells of this event; gives the request's id."""
+        """Waits until the device reports this event; returns the request's id."""
         return str(json.loads(self._events.wait_for(lambda line: json.loads(line)[0] == event))[1])
 
     def send_signal(self, number: signal.Signals, *, to_group: bool = False) -> None:
-        """To the process that was started, or to all of its processes as a terminal does it."""
+        """Sends a signal to the process that was started, or to its process group as a terminal does."""
         if to_group:
             os.killpg(self._process.pid, number)
         else:
             self._process.send_signal(number)
 
     def wait_end(self) -> None:
-        """Until the worker has ended too."""
+        """Waits until the worker has ended too."""
         self._events.wait_end()
 
     def wait_exit(self) -> int:
@@ -255,7 +256,7 @@ def _environ() -> dict[str, str]:
 
 @functools.cache
 def _fork_server() -> ForkServer:
-    """One for all servers of this process."""
+    """The fork server for all servers of this process."""
     server = ForkServer(COMMAND, _environ())
     atexit.register(server.close)
     return server

@@ -1,5 +1,7 @@
-"""The command `levserve` in processes that are forked from one that has imported jax and the device thread's modules: imports are two
-thirds of what the start of a tiny model takes. Where the start itself is tested, or a user's is to be seen, this is not used.
+"""The command `levserve` in processes forked from one that has imported jax and the device thread's modules.
+
+Imports take two thirds of the start of a tiny model. Tests of the start itself, or of what a user sees of it,
+do not use this.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MODULES = (
     "levserve.models.load",
     "levserve.models.startup",
 )
-"""Those that bring nearly all that a worker imports."""
+"""Modules whose imports include nearly everything that a worker imports."""
 
 
 def fork_levserve(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
@@ -32,7 +34,7 @@ def fork_levserve(arguments: Sequence[str], environ: Mapping[str, str]) -> Forke
 def run_levserve(
     arguments: Sequence[str], environ: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with captured output."""
+    """Like `subprocess.run` with captured output."""
     process = fork_levserve(arguments, environ)
     with process.stdout, process.stderr, ThreadPoolExecutor(2) as pool:
         stdout, stderr = pool.submit(process.stdout.readall), pool.submit(process.stderr.readall)
@@ -44,7 +46,7 @@ def run_levserve(
 
 @functools.cache
 def _fork_server() -> ForkServer:
-    """One for all servers of this process."""
+    """The fork server for all servers of this process."""
     path = os.pathsep.join(path for path in sys.path if path)
     server = ForkServer((sys.executable, str(Path(__file__))), {**os.environ, "PYTHONPATH": path})
     atexit.register(server.close)

@@ -1,4 +1,4 @@
-"""What a server's programs for H200s are compiled for, and the compiling itself; see `h200.py`."""
+"""Makes a server's programs for H200s and the shapes of their arguments, and compiles them; see `h200.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.h200 import SPECIFICATION, Thunk, read_thunks
 
 
 class Given(NamedTuple):
-    """What programs are compiled for."""
+    """Programs, with the shapes of the arrays that they are compiled for."""
 
     programs: Programs
     leaves: Arrays
@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def cards(count: int = 1) -> list[jax.Device]:
-    """So many H200s of one host, which can be compiled for and nothing else."""
+    """`count` H200s of one host, which programs can be compiled for but not run on."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=SPECIFICATION.read_text(), topology=f"1x1x{count}"
     )
@@ -56,12 +56,12 @@ def cards(count: int = 1) -> list[jax.Device]:
 
 
 def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array on a card that has no others beside it."""
+    """An array on a single card."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(cards()[0]))
 
 
 def on_the_card() -> AbstractContextManager[None]:
-    """Else Pallas looks for one here."""
+    """Names the card to compile for; otherwise Pallas looks for one on this machine."""
     card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card))
 
@@ -75,7 +75,7 @@ def matrices_in_bfloat16(shapes: dict[str, tuple[int, ...]]) -> dict[str, jax.Sh
 
 
 def programs_of(config: ModelConfig, *, rows: int, num_pages: int, count: int = 1) -> Given:
-    """The programs of a server whose model one card holds, or several share."""
+    """The programs of a server whose model is on one card, or shared by several."""
     mesh = make_mesh(cards(count))
     local = local_config(config, count)
     backend, _ = choose_backend("gpu", local)
@@ -113,7 +113,7 @@ def programs_of(config: ModelConfig, *, rows: int, num_pages: int, count: int = 
 def compile_on_the_card(
     lower: Callable[[], jax.stages.Lowered], options: CompilerOptions | None = None
 ) -> Compiled:
-    """Compiles for one card, and reads what XLA wrote about the order of its work."""
+    """Compiles for one card, and reads the thunk sequence that XLA dumped."""
     with tempfile.TemporaryDirectory() as folder, on_the_card():
         dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = lower().compile({**(options or {}), **dump})

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, which is too large an install for every run of the tests."""
+"""Finds lm-evaluation-harness, which is too large to install for every test run."""
 
 from __future__ import annotations
 

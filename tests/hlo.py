@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 PASSED_ON = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call", "constant"}
-"""Nothing is computed."""
+"""Operations that compute nothing."""
 COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^ *(ROOT )?%\S+ = (\(.*?\)|\w+\[[\d,]*\]\S*) ([\w-]+)\(")
 ASSIGNMENT = re.compile(r"^ *(ROOT )?%\S+ = ")
@@ -18,13 +18,13 @@ CALLED = re.compile(r" fusion\(.* calls=%([\w.-]+)")
 @dataclass(frozen=True)
 class Instruction:
     shapes: tuple[tuple[int, ...], ...]
-    """Of its result, or of each of its results."""
+    """The shape of its result, or of each of its results."""
     operation: str
-    """Of a fusion, the one it ends with."""
+    """For a fusion, the operation at its root."""
     text: str
 
     def holds(self, shape: Sequence[int]) -> bool:
-        """Whether a result is so large, its axes in any order."""
+        """Whether a result has this shape, with its axes in any order."""
         return any(sorted(own) == sorted(shape) for own in self.shapes)
 
 
@@ -36,7 +36,7 @@ def computed(text: str) -> list[Instruction]:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Those whose results are in memory: what is inside a fusion is not, but for what it ends with."""
+    """The instructions whose results are in memory; of those inside a fusion that is only the root."""
     fused = {found[1] for line in text.splitlines() if (found := CALLED.search(line))}
     roots: dict[str, str] = {}
     waiting: list[tuple[Instruction, str]] = []

@@ -1,4 +1,4 @@
-"""Groups of levserve processes that serve one model together, each as a host of its own, on this machine."""
+"""Groups of levserve processes on this machine that serve one model together, each as a separate host."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SIZES = (
     *("--dtype", "float32", "--tensor-parallel", "4", "--max-running", "2", "--prefill-chunk", "8"),
     *("--page-size", "8", "--kv-pages", "64", "--max-seq-len", "128", "--drain-seconds", "20"),
 )
-"""Two parts of a CPU on each host, and few programs: prompts go in by eight tokens."""
+"""Two CPU devices on each host, and few programs: prompts are prefilled eight tokens at a time."""
 END_SECONDS = 60.0
-"""On a crowded machine; the tests say what is expected of a quiet one."""
+"""How long hosts may take to end on a busy machine; the tests say what is expected on a quiet one."""
 
 
 @dataclass
 class Host:
-    """One process of a group; `lines` is what it has said so far."""
+    """One process of a group; `lines` is what it has logged so far."""
 
     process: ForkedProcess | subprocess.Popen[bytes]
     lines: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Host:
                 self.url = found[1]
 
     def wait_for(self, words: str, seconds: float = COMPILE_SECONDS) -> None:
-        """Waits until it has said this; fails at once if it ends first."""
+        """Waits until it has logged these words; fails at once if it ends first."""
         wait_until(lambda: words in self.text or self.process.poll() is not None, seconds)
         assert words in self.text, self.text
 
@@ -67,7 +67,7 @@ class Host:
         return code
 
     def worker_id(self) -> int:
-        """The process that computes; its parent is the one that was started."""
+        """The id of the process that computes; its parent is the process that was started."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return int(children.split()[0])
 
@@ -95,7 +95,7 @@ class Host:
 
 @dataclass
 class HostGroup:
-    """Starts hosts, and kills those that are left at its end."""
+    """Starts hosts; `host_group` kills them at the end."""
 
     coordinator: str
     hosts: list[Host] = field(default_factory=list)
@@ -103,7 +103,7 @@ class HostGroup:
     def start(
         self, host_id: int, *flags: str, model: Path = MODEL, is_fresh: bool = False, **variables: str
     ) -> Host:
-        """Forked from a process that has imported all modules, unless it `is_fresh`."""
+        """Starts a host, forked from a process that has imported all modules unless it `is_fresh`."""
         server = ("--port", "0", "--cache-dir", str(cache_folder()), "--model", str(model))
         place = ("--coordinator", self.coordinator, "--num-hosts", str(NUM_HOSTS), "--host-id", str(host_id))
         arguments = [*server, *place, *SIZES, *flags]
@@ -140,7 +140,7 @@ def host_group() -> Iterator[HostGroup]:
 
 
 def _free_port() -> int:
-    """One that is free with the next one, below those that the system gives to others."""
+    """A port that is free like the next one, below the ports that the system assigns by itself."""
     for port in range(23000 + os.getpid() % 4000, 32000, 2):
         try:
             with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):

@@ -1,6 +1,6 @@
 """Builds the container image with buildah, and runs it with podman, for the tests of containers.
 
-What a machine needs beyond that, for example another runtime or a certificate, belongs in its containers.conf(5).
+What a machine needs besides, for example another runtime or a certificate, belongs in its containers.conf(5).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def podman(*words: str) -> str:
 
 
 class Container:
-    """A running container on the host's network, at a port of its own."""
+    """A running container on the host's network, with its own port."""
 
     def __init__(self, image: str, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -90,7 +90,7 @@ class Container:
         return podman("inspect", "--format", template, self.id)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command inside of it."""
+        """Runs a command inside the container."""
         return subprocess.run(["podman", "exec", self.id, *words], capture_output=True, text=True)
 
     def wait_exit(self) -> int:

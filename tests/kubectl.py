@@ -1,4 +1,4 @@
-"""Finds kubectl, whose kustomize needs no cluster, for the tests that want it."""
+"""Finds kubectl, whose kustomize needs no cluster, for the tests that use it."""
 
 from __future__ import annotations
 

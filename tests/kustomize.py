@@ -1,6 +1,6 @@
 """Builds what `kubectl kustomize` builds, as far as the files in deploy/kubernetes need it.
 
-The tests of those files need no kubectl this way. Where there is one, a test compares the two.
+So the tests of those files need no kubectl. Where there is one, a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 Resources = dict[str, Any]
-"""By kind and name: `Deployment/levserve`."""
+"""Keyed by kind and name: `Deployment/levserve`."""
 
 
 def read(path: Path) -> Any:
@@ -42,7 +42,7 @@ def templates_of(resource: Any) -> list[Any]:
 
 
 def container_of(resource: Any) -> Any:
-    """The container of a resource with one kind of pods that have one container."""
+    """The only container in the only pod template of a resource."""
     (template,) = templates_of(resource)
     (container,) = template["spec"]["containers"]
     return container

@@ -1,4 +1,4 @@
-"""Levanter checkpoints for tests: what a golden one holds, and others written in the older layout, as jax 0.4 wrote them."""
+"""Levanter checkpoints for tests: reads a golden one, and writes others in the older layout of jax 0.4."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_checkpoint(
     chunks: Mapping[str, list[int]] | None = None,
     **extra: object,
 ) -> Path:
-    """A zarr folder for each array, then metadata.json, which says that the checkpoint is complete."""
+    """Writes a zarr folder for each array, then metadata.json, which says that the checkpoint is complete."""
     for path, array in arrays.items():
         shape = (chunks or {}).get(path, list(array.shape))
         metadata: dict[str, Any] = {

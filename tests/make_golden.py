@@ -1,13 +1,15 @@
 """Makes golden folders in tests/golden: tiny random models, saved and computed by transformers.
 
-Not a test. It needs `pip install torch==2.13.0 transformers==5.22.2`; run it from the repository's root, with the names of the
-folders to make if not all. The reference is eager attention in float32 on a CPU. A folder of MODELS has the checkpoint as
-Hugging Face saves it, a toy tokenizer (`t17` is token 17) and golden.json. A folder of ROPES has the weights of `llama` under
-another rotary scaling, so it holds only config.json and golden.json; rope.json has the rotary frequencies of further scalings.
-torch*.bin are files as PyTorch saves them.
+Not a test. It needs `pip install torch==2.13.0 transformers==5.22.2`; run it from the repository's root, with
+the names of the folders to make (default: all). The reference is eager attention in float32 on a CPU. A
+folder of MODELS has the checkpoint as Hugging Face saves it, a toy tokenizer (`t17` is token 17) and
+golden.json. A folder of ROPES stands for the weights of `llama` with another rotary scaling, so it holds only
+config.json and golden.json; rope.json has the rotary frequencies of further scalings. torch*.bin are files as
+PyTorch saves them.
 
-Every forward pass is over LENGTH tokens, of which the last ones are padding that the others do not see: dynamic scaling, which
-goes by the length of the text, is so computed for a server whose sequences have at most LENGTH tokens.
+Every forward pass is over LENGTH tokens; the last ones are padding that the others do not attend to. So
+dynamic scaling, which depends on the length of the text, is computed as by a server whose sequences have at
+most LENGTH tokens.
 """
 
 import json
@@ -99,7 +101,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "phi2": PhiConfig(
         **TINY | {"num_key_value_heads": 4}, rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}
     ),
-    # Experts whose numbers MXFP4 holds, so that the folder `gpt-oss-mxfp4` has the same model.
+    # Expert weights that MXFP4 holds exactly, so that the folder `gpt-oss-mxfp4` has the same model.
     "gpt-oss": GptOssConfig(
         **TINY | {"num_hidden_layers": 2, "intermediate_size": 64},
         head_dim=16,
@@ -109,7 +111,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         swiglu_limit=2.0,
         rope_parameters=YARN | {"truncate": False},
     ),
-    # A dense layer, and one with experts of which one is shared.
+    # A dense layer, and one with experts, including a shared one.
     "qwen2-moe": Qwen2MoeConfig(
         **TINY | {"num_hidden_layers": 2},
         moe_intermediate_size=32,
@@ -172,12 +174,12 @@ FREQUENCIES: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.5}, 8192),
     ({"rope_type": "linear", "factor": 3.0}, 4096),
 ]
-"""Rotary parameters, and the length that is served."""
+"""Rotary parameters, each with the maximum length that is served."""
 MAX_POSITION = 4096
 
 
 def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Every array as far from a fresh model's as training would bring it: norms about 1 (Gemma's about 0), small biases."""
+    """Gives every array values like those after training: norms about 1 (Gemma's about 0), small biases."""
     for name, tensor in model.named_parameters():
         is_norm = "norm" in name and name.endswith("weight")
         drawn = torch.randn(tensor.shape, generator=generator)
@@ -195,7 +197,7 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def pack_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds matrices [expert, in, out] to numbers of four bits: blocks and scales as gpt-oss stores them."""
+    """Rounds matrices [expert, in, out] to four-bit floats: blocks and scales as gpt-oss stores them."""
     grouped = matrices.transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = (grouped.abs().amax(-1) / 6).log2().ceil()
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -205,7 +207,7 @@ def pack_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Packs the experts, gives them the numbers that transformers unpacks, and gives the packed tensors."""
+    """Packs the experts, sets their weights to what transformers unpacks, and returns the packed tensors."""
     packed = {}
     for name, tensor in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -217,7 +219,7 @@ def pack_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
-    """The checkpoint in `folder` once more beside it, in the form in which gpt-oss was published."""
+    """Writes the checkpoint in `folder` again beside it, in the format in which gpt-oss was published."""
     beside = folder.with_name(f"{folder.name}-mxfp4")
     shutil.rmtree(beside, ignore_errors=True)
     shutil.copytree(folder, beside)
@@ -321,7 +323,7 @@ def make_frequencies() -> None:
 
 
 def make_torch_files() -> None:
-    """One small file of each kind that PyTorch writes; tests/pure/test_torch_file.py says what is in them."""
+    """Writes one small file of each kind of PyTorch's; tests/pure/test_torch_file.py says what is in them."""
     numbers = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     saved = {
         "whole": numbers,

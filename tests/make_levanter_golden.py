@@ -1,9 +1,10 @@
 """Makes the folders tests/golden/levanter-*: tiny random models, saved and computed by Levanter itself.
 
-Not a test. It needs Python 3.12 and `pip install marin-levanter==0.2.227.dev40316220070`; run it from the repository's root,
-with the names of the folders to make if not all. Each folder has the checkpoint, the run's config.yaml as Levanter dumps it,
-and golden.json with what Levanter's own forward pass in float32 says, in the form of the other golden files. `levanter-llama`
-was made the same way from the weights in `llama`.
+Not a test. It needs Python 3.12 and `pip install marin-levanter==0.2.227.dev40316220070`; run it from the
+repository's root, with the names of the folders to make (default: all). Each folder has the checkpoint,
+the run's config.yaml as Levanter dumps it, and golden.json with the results of Levanter's own forward pass in
+float32, in the format of the other golden files. `levanter-llama` was made the same way from the weights in
+`llama`.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ TINY = dict(
     gradient_checkpointing=False,
 )
 MODELS: dict[str, LmConfig] = {
-    # Layers that are not stacked, Llama 3's rotary scaling, and the q and k norms that Levanter's Llama may have.
+    # Layers that are not stacked, Llama 3's rotary scaling, and the q and k norms that Levanter's Llama may
+    # have.
     "levanter-llama-blocks": LlamaConfig(
         **TINY,
         scan_layers=False,
@@ -75,14 +77,14 @@ class Data:
 
 @dataclasses.dataclass
 class Run:
-    """The part of a trainer's config that a server looks at."""
+    """The part of a trainer's config that a server reads."""
 
     data: Data
     model: LmConfig
 
 
 def randomize(model, rng: np.random.Generator):
-    """Every array as far from a fresh model's as training would bring it: norms about 1 (Gemma's about 0), small biases."""
+    """Gives every array values like those after training: norms about 1 (Gemma's about 0), small biases."""
 
     def change(path, leaf):
         if not eqx.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):

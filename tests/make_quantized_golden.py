@@ -1,18 +1,18 @@
-"""Makes golden folders of quantized checkpoints in tests/golden, each by the code of the tool that people quantize with.
+"""Makes golden folders of quantized checkpoints in tests/golden, each with the tool that people use for it.
 
-Not a test. Each folder has config.json and model.safetensors as the tool writes them, and golden.json: the tokens and
-log-probabilities of a forward pass in float32 on a CPU, with the numbers that the tool itself reads from the file it wrote. Where
-activations are quantized as well, the forward pass is the tool's own.
-So a reader that misunderstands a format does not find its own mistake here.
+Not a test. Each folder has config.json and model.safetensors as the tool writes them, and golden.json: the
+tokens and log-probabilities of a forward pass in float32 on a CPU, with the weights that the tool itself
+reads back from its file. Where activations are quantized as well, the forward pass is the tool's own. So a
+reader that misunderstands a format is not checked against its own mistake.
 
-It needs an environment of its own:
+It needs a separate environment:
 
     pip install torch==2.13.0 transformers==5.22.2 compressed-tensors==0.20.0 accelerate
     pip install logbar device-smi tokenicer threadpoolctl pypcre defuser torchao datasets requests pillow
 
-and three source packages of PyPI, unpacked side by side in a folder (they need CUDA to be installed, but not for this):
-autoawq-0.2.9, auto_gptq-0.7.1, gptqmodel-7.7.0. Run it from the repository's root, with the names of the folders to make if
-not all:
+and three source packages of PyPI, unpacked side by side in a folder (installing them would need CUDA, this
+does not): autoawq-0.2.9, auto_gptq-0.7.1, gptqmodel-7.7.0. Run it from the repository's root, with the names
+of the folders to make (default: all):
 
     GPTQMODEL_CPU_WORKERS=4 python tests/make_quantized_golden.py --sources FOLDER [NAME ...]
 """
@@ -36,9 +36,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 CONFIG = LlamaConfig(**TINY | {"num_hidden_layers": 2}, tie_word_embeddings=True)
 GROUP = 32
 Matrices = dict[str, torch.Tensor]
-"""The matrices that a tool has read from its file, by the names of their layers, [out, in] in float32."""
+"""The matrices that a tool has read from its file, by the name of their layer, [out, in] in float32."""
 Make = Callable[[PreTrainedModel, Path], Matrices | PreTrainedModel]
-"""Quantizes a model, writes it to a folder and reads it: its matrices, or a model that computes as the tool does."""
+"""Quantizes a model, writes it to a folder and reads it back: as matrices, or as a model that computes like
+the tool."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -55,7 +56,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def save(model: PreTrainedModel, folder: Path, quantization: dict[str, object]) -> None:
-    """What a tool does with a model whose layers it has replaced: the state in a file, its settings in config.json."""
+    """Writes a model whose layers a tool has replaced: its state, and the tool's settings in config.json."""
     tensors = {
         name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
@@ -69,7 +70,7 @@ def save(model: PreTrainedModel, folder: Path, quantization: dict[str, object]) 
 
 
 def load_state(module: nn.Module, folder: Path, name: str) -> nn.Module:
-    """Fills a tool's layer with what is in the file."""
+    """Fills a tool's layer from the file."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     start = name + "."
     module.load_state_dict(
@@ -102,7 +103,7 @@ def awq(*, group_size: int = GROUP) -> Make:
         for name, layer in model.named_modules():
             if isinstance(layer, WQLinear_GEMM):
                 read = load_state(layer, folder, name)
-                # AutoAWQ multiplies in float16; with scales in float32 its code gives the numbers that are meant.
+                # AutoAWQ multiplies in float16; with scales in float32 its code gives the weights unrounded.
                 numbers = dequantize_gemm(read.qweight, read.qzeros, read.scales.float(), 4, read.group_size)
                 matrices[name] = numbers.t()
         return matrices
@@ -137,7 +138,7 @@ def autogptq(model: PreTrainedModel, folder: Path) -> Matrices:
         if isinstance(layer, QuantLinear):
             read = load_state(layer, folder, name)
             read.scales = read.scales.float()
-            # Its forward pass unpacks the matrix and multiplies: the rows of the identity are the matrix.
+            # Its forward pass unpacks the matrix and multiplies: given the identity, it returns the matrix.
             matrices[name] = read(torch.eye(read.infeatures)).t()
     return matrices
 
@@ -210,7 +211,7 @@ def compressed(*, form: str, activations: dict[str, object] | None = None, **arg
 
 
 def calibrate(layer: nn.Linear, weights: object) -> None:
-    """The scales and zero points for the smallest and largest number of each group, channel, block or matrix."""
+    """Sets scales and zero points by the extreme weights of each group, channel, block or matrix."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     rows, columns = {
@@ -242,7 +243,7 @@ def fine_grained_fp8(*, block: list[int] | None, scheme: str = "dynamic") -> Mak
         for name, tensor in model.state_dict().items():
             if name.removesuffix(".weight") in linear_layers(model):
                 made = Fp8Quantize(quantizer).convert({name: tensor})
-                if block is None:  # as FP8Linear has it: one number without axes
+                if block is None:  # a scalar, as FP8Linear has it
                     made[f"{name}_scale_inv"] = made[f"{name}_scale_inv"].reshape(())
                 if scheme == "static":
                     made[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.25)
@@ -338,7 +339,7 @@ def make_folder(name: str, make: Make) -> None:
 
 
 def make_extreme(model: PreTrainedModel) -> None:
-    """Some rows have numbers of one sign only, so that their zero points are the smallest and the largest."""
+    """Gives the weights of some rows one sign, so that their zero points are the smallest and the largest."""
     for layer in linear_layers(model).values():
         layer.weight.data[::5].abs_()
         layer.weight.data[3::7].abs_().neg_()

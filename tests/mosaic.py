@@ -1,4 +1,4 @@
-"""Whether jax can interpret Mosaic GPU's kernels on a machine that has no GPU."""
+"""Tells whether jax can interpret Mosaic GPU's kernels on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.node import NotHad
 
 
 def find_interpreter() -> Path:
-    """The one that jax 0.10 does not yet show hangs with a kernel whose warp groups wait for each other."""
+    """The interpreter in jax 0.10, not public yet, hangs on kernels whose warp groups wait for each other."""
     found = importlib.util.find_spec("jax")
     if found is None or found.origin is None or version("jax").startswith("0.10."):
         raise NotHad("jax interprets Mosaic GPU's kernels from 0.11 on")

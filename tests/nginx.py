@@ -1,4 +1,4 @@
-"""Finds nginx for the tests that want it in front of servers, and runs it with a configuration of the repository."""
+"""Finds nginx for tests that put it in front of servers, and runs it with one of this repository's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMP_KINDS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 def find_nginx() -> Path:
-    """The program; raises `NotHad` where there is none. Debian keeps it where only root looks."""
+    """The program; raises `NotHad` where there is none. Debian keeps it in a folder on root's PATH only."""
     found = shutil.which("nginx", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin")))
     if found is None:
         raise NotHad("there is no nginx here (Debian: apt-get install nginx-light)")
@@ -27,7 +27,7 @@ def find_nginx() -> Path:
 
 @contextmanager
 def running_nginx(config: str, folder: Path) -> Iterator[int]:
-    """Gives the port on which nginx listens with this configuration, whose own is 80."""
+    """Runs nginx with this configuration on a free port, in place of its port 80, and yields the port."""
     port = free_port()
     assert config.count("listen 80;") == 1
     (folder / "levserve.conf").write_text(config.replace("listen 80;", f"listen 127.0.0.1:{port};"))

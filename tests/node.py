@@ -1,4 +1,4 @@
-"""Finds node and OpenAI's npm package for the tests that need them, or says why they cannot be had."""
+"""Finds node and OpenAI's npm package for the tests that need them, or says why they are missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTALL_SECONDS = 60
 
 
 class NotHad(Exception):
-    """Node or the package is not here; the message says which and why."""
+    """Something that a test needs is missing here; the message says what and why."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Runs the PTX of our kernels, without a GPU: the instructions that they use, for whole warps at once.
+"""Interprets the PTX of our kernels without a GPU: the instructions that they use, a whole warp at a time.
 
 Warps of a program take turns at barriers. Branches must be taken by all threads of a warp or by none.
 """
@@ -44,7 +44,7 @@ def run(
 
 @functools.cache
 def parse(line: str) -> tuple[str, str, list[str]]:
-    """The guard of an instruction, or nothing, its name and its operands."""
+    """The guard of an instruction (empty if it has none), its name and its operands."""
     guard, _, line = line.partition(" ") if line.startswith("@") else ("", "", line)
     name, _, rest = line.partition(" ")
     return guard, name, OPERAND.findall(rest)
@@ -52,14 +52,14 @@ def parse(line: str) -> tuple[str, str, list[str]]:
 
 @functools.cache
 def constant(text: str) -> np.ndarray:
-    """The number for all threads; nobody may change it."""
+    """The constant in every lane, read-only."""
     number = np.full(LANES, int(text[2:], 16) if text.startswith("0f") else int(text, 0), np.uint64)
     number.flags.writeable = False
     return number
 
 
 class WideProduct(NamedTuple):
-    """An instruction of tensor cores that has begun: its registers, and the factors as they were then."""
+    """A `wgmma` instruction that has begun: its registers, and the factors as they were at that time."""
 
     into: list[str]
     left: list[str]
@@ -90,12 +90,12 @@ class Warp:
         self.unfenced: list[slice] = []
         """Shared memory that this warp has written since its last fence."""
         self.written: set[str] = set()
-        """Registers, likewise."""
+        """Registers that this warp has written since its last `wgmma` fence."""
         self.products: list[list[WideProduct]] = [[]]
-        """Those that tensor cores are at, by the groups in which they are waited for."""
+        """The products that tensor cores are computing, by commit group."""
         self.loaded: set[int] = set()
         self.fetched: set[int] = set()
-        """Addresses outside of shared memory, of loads and of fetches into a cache."""
+        """Addresses outside shared memory, of loads and copies and of fetches into a cache."""
 
     def steps(self) -> Iterator[Pause]:
         """Yields at every barrier, and where it waits for a copy."""
@@ -199,7 +199,7 @@ class Warp:
             self.copies.append([])
         elif name.endswith("wait_group"):
             left = int(operands[0])
-            # What was begun last is not committed yet.
+            # The last group is not committed yet.
             while len(self.copies) - 1 > left:
                 for copy in self.copies.pop(0):
                     copy()
@@ -220,7 +220,7 @@ class Warp:
             self.copies[-1].append(copy)
 
     def _arrive(self, name: str, operands: list[str], mask: np.ndarray) -> None:
-        """At a barrier in shared memory, by one thread; or that thread makes it."""
+        """One thread arrives at a barrier in shared memory, or initializes it."""
         (lane,) = np.flatnonzero(mask)
         if name == "mbarrier.init.shared::cta.b64":
             at = int(self._address(operands[0])[lane])
@@ -278,7 +278,7 @@ class Warp:
         return a
 
     def _multiply_wide(self, name: str, operands: list[str]) -> None:
-        """An instruction of four warps; each of them has its own outputs, so here it does its part alone."""
+        """Runs an instruction of four warps. Each has its own outputs, so here each does its part alone."""
         if name == "wgmma.fence.sync.aligned":
             self.written = set()
         elif name == "wgmma.commit_group.sync.aligned":
@@ -299,8 +299,8 @@ class Warp:
             self.products[-1].append(product)
 
     def _right_factor(self, descriptor: int, num_rows: int) -> np.ndarray:
-        """[input, row] from shared memory: 128 bytes of a row side by side, swizzled, or eight inputs of eight
-        rows side by side, as they are."""
+        """The right factor, [input, row], from shared memory: 128 contiguous bytes of each row, swizzled, or
+        contiguous tiles of eight inputs of eight rows, not swizzled."""
         start, of_inputs, of_rows = ((descriptor >> place & 0x3FFF) << 4 for place in (0, 16, 32))
         rows, inputs = np.arange(num_rows)[:, None], np.arange(16)[None, :]
         if descriptor >> 62:
@@ -316,7 +316,7 @@ class Warp:
         return found.astype(np.float32).T
 
     def _finish(self, product: WideProduct) -> None:
-        """Adds a product to its sums; until now its factors must have stayed where they were."""
+        """Adds a product to its sums; its factors must not have changed since it began."""
         assert np.array_equal(product.a, self._left_factor(product.left))
         assert np.array_equal(product.b, self._right_factor(product.descriptor, product.b.shape[1]))
         lane = np.arange(LANES)

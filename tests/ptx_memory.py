@@ -1,7 +1,7 @@
-"""What the warps of a program share in `tests/ptx.py`: memory, barriers there, and the turns that they take.
+"""What the warps of a program share in `tests/ptx.py`: memory, the barriers in it, and their scheduling.
 
-What is copied by one instruction for all threads comes as late as it may: when a warp waits for it in vain.
-Until then, what it is copied over is spoilt.
+A bulk copy (one instruction for all threads) completes as late as possible: only when a warp has to wait for
+it. Until then its destination holds garbage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Pause(enum.Enum):
 
 
 class Barrier:
-    """One in shared memory: a phase of it ends when so many have arrived and what they expect is copied."""
+    """A barrier in shared memory: a phase ends when `count` have arrived and what they expect is copied."""
 
     def __init__(self, count: int) -> None:
         self.count, self.arrived, self.phase = count, 0, 0
         self.expected = 0
-        """Bytes that no copy has been begun for yet."""
+        """Bytes for which no copy has begun yet."""
         self.copies: list[Callable[[], None]] = []
 
     def arrive(self, expected: int = 0) -> None:
@@ -52,18 +52,18 @@ class Shared:
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, 0xAA, np.uint8)
         self.is_fenced = np.zeros(size, bool)
-        """What tensor cores may read: bytes for which the warp that wrote them has made a fence since, and
-        those that were copied by one instruction for all threads."""
+        """Which bytes tensor cores may read: those written by a warp that has made a fence since, and those
+        written by bulk copies."""
         self.barriers: dict[int, Barrier] = {}
 
     @property
     def num_phases(self) -> int:
-        """Phases of barriers that have ended."""
+        """The number of barrier phases that have ended."""
         return sum(barrier.phase for barrier in self.barriers.values())
 
 
 def run_together(warps: list[Iterator[Pause]], shared: Shared) -> None:
-    """A warp goes on from a barrier of all when the others that have not ended are there."""
+    """Runs warps to their end; one passes a barrier of all warps when all others have ended or reached it."""
     running: list[Iterator[Pause]] = warps
     stopped: list[Iterator[Pause]] = []
     while running or stopped:

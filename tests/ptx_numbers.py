@@ -1,4 +1,4 @@
-"""What the instructions of `tests/ptx.py` make of numbers, for the 32 threads of a warp at once."""
+"""The arithmetic of the instructions in `tests/ptx.py`, for the 32 threads of a warp at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASK = np.uint64(0xFFFFFFFF)
 
 
 def halves(register: np.ndarray) -> np.ndarray:
-    """Two bfloat16 of each lane, as float32."""
+    """The two bfloat16 values of each lane, as float32."""
     words = register.astype(np.uint32)
     return words.view(ml_dtypes.bfloat16).reshape(-1, 2).astype(np.float32)
 
@@ -87,4 +87,4 @@ INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "setp.lt.u32": lambda first, second: first < second,
 }
 ARITHMETIC = tuple(f"{name}." for name in ("cvt", "setp", *FLOATS, *INTEGERS) if not name.startswith("setp."))
-"""How the names of instructions begin that make one register of others."""
+"""How the names of instructions that compute one register from others begin."""

@@ -1,8 +1,8 @@
-"""Checkpoints quantized in every format that is read as it is, made from a golden model.
+"""Checkpoints quantized in every format that can be kept as stored, made from a golden model.
 
-The packings follow the formats' published descriptions, one number at a time, and the numbers that a format
-means are computed in float32 by its own formula: so `plain` beside each checkpoint holds what it stands for,
-as an ordinary checkpoint in float32.
+Codes are packed as the formats' published descriptions say, and the weights that they represent are computed
+in float32 by each format's own formula. So the folder `plain` in each checkpoint holds the same weights as an
+ordinary checkpoint in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = 32
 
 
 class Made(NamedTuple):
-    """A quantized matrix: its tensors by the last words of their names, and the numbers that they mean."""
+    """A quantized matrix: its tensors by the last word of their names, and the weights they represent."""
 
     tensors: dict[str, Array]
     numbers: Array
@@ -37,7 +37,7 @@ class Example(NamedTuple):
 
 
 def pack(codes: Array, axis: int, order: list[int] | None = None, bits: int = 4) -> Array:
-    """Codes as int32, 32 / bits along an axis, the first in the lowest bits unless an order is given."""
+    """Packs codes into int32 along an axis, 32 / bits in each, the first lowest unless an order is given."""
     codes = np.moveaxis(codes.astype(np.int64), axis, -1)
     per_word = 32 // bits
     *outer, size = codes.shape
@@ -55,7 +55,7 @@ def grouped(matrix: Array, group: int) -> Array:
 
 
 def four_bits(matrix: Array, group: int, dtype: Any = np.float16) -> tuple[Array, Array, Array, Array]:
-    """Codes [out, in], scales and zero points [out, group], and the numbers that they mean."""
+    """Codes [out, in], scales and zero points [out, group], and the weights that they represent."""
     parts = grouped(matrix, group)
     low, high = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
     scale = ((high - low) / 15).astype(dtype)
@@ -98,7 +98,7 @@ def gptq(checkpoint_format: str) -> Example:
 
 
 def eight_bits(matrix: Array, scale: Array, rows: int, columns: int, dtype: Any) -> tuple[Array, Array]:
-    """Codes with a scale for each block, and the numbers that they mean."""
+    """Codes with a scale for each block, and the weights that they represent."""
     wide = np.repeat(np.repeat(scale.astype(np.float32), rows, 0), columns, 1)
     wide = wide[: matrix.shape[0], : matrix.shape[1]]
     scaled = matrix / wide
@@ -111,7 +111,7 @@ def block_scales(matrix: Array, rows: int, columns: int, largest: float, dtype: 
     scale = np.empty(blocks, np.float32)
     for row, column in np.ndindex(*blocks):
         block = matrix[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
-        # A little larger than needed, so that a rounded scale keeps the largest number within range.
+        # A little larger than needed, so that a rounded scale keeps the largest weight within range.
         scale[row, column] = np.abs(block).max() / largest * 1.01
     return scale.astype(dtype)
 
@@ -144,7 +144,7 @@ def compressed(form: str, make: Callable[[Array], Made], **weights: Any) -> Exam
 
 
 def by_block(largest: float, dtype: Any, rows: int, columns: int) -> Callable[[Array], Made]:
-    """FP8 or INT8 with scales for blocks; a size of 0 is all of the matrix."""
+    """FP8 or INT8 with scales for blocks; a size of 0 is the whole axis."""
 
     def make(matrix: Array) -> Made:
         size = (rows or matrix.shape[0], columns or matrix.shape[1])
@@ -156,7 +156,7 @@ def by_block(largest: float, dtype: Any, rows: int, columns: int) -> Callable[[A
 
 
 def packed_signed(matrix: Array, bits: int) -> Made:
-    """Symmetric: codes from -8 or -128 on, of which that is subtracted when they are packed."""
+    """Symmetric: codes begin at -8 or -128, and 8 or 128 is added when they are packed."""
     half = 1 << (bits - 1)
     scale = block_scales(matrix, 1, GROUP, half - 1, BFLOAT16)
     codes, numbers = eight_bits(matrix, scale, 1, GROUP, np.int8)
@@ -201,12 +201,12 @@ EXAMPLES: dict[str, Example] = {
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a format quantizes the tensor: those of linear layers, but not the head."""
+    """Whether a format quantizes the tensor: a matrix of a linear layer other than the head."""
     return "_proj.weight" in name
 
 
 def quantize_folder(source: Path, into: Path, example: Example) -> Path:
-    """A quantized copy of a checkpoint; beside it, in `plain`, the numbers that it stands for."""
+    """Writes a quantized copy of a checkpoint and, in its folder `plain`, the weights that it represents."""
     plain, tensors = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if not is_matrix(name):

@@ -1,4 +1,4 @@
-"""Real stores on loopback: Google's in an emulator, Amazon's in moto, and a web server that can be told to misbehave."""
+"""Stores on loopback: Google's in an emulator, Amazon's in moto, and a web server that can misbehave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 @contextmanager
 def google_store() -> Iterator[Any]:
-    """A filesystem on an emulated Google store with the bucket `models`; what runs meanwhile finds it by the environment."""
+    """A filesystem on an emulated Google store with the bucket `models`, to which the environment points."""
     from gcp_storage_emulator.server import create_server
 
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="models")
@@ -77,7 +77,7 @@ class WebServer(ThreadingHTTPServer):
         self.gate: threading.Barrier | None = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no news."""
+        """Prints nothing about clients that hung up."""
 
 
 class WebHandler(SimpleHTTPRequestHandler):

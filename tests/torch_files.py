@@ -1,4 +1,4 @@
-"""Writes files as PyTorch does, without PyTorch: a zip archive with a pickle, and the numbers of each storage."""
+"""Writes files as PyTorch does, without PyTorch: a zip archive with a pickle and the data of each storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BF
 
 
 def write_torch_file(path: Path, tensors: Mapping[str, NDArray[np.generic]]) -> Path:
-    """A state dict, each tensor with a storage of its own."""
+    """Writes a state dict in which each tensor has its own storage."""
     return write_archive(path, dumps({name: Tensor(name, array) for name, array in tensors.items()}), tensors)
 
 
@@ -34,7 +34,7 @@ def write_archive(path: Path, pickled: bytes, storages: Mapping[str, NDArray[np.
 
 
 def dumps(saved: object) -> bytes:
-    """A pickle in which `Tensor`s are what PyTorch makes of its own."""
+    """A pickle in which a `Tensor` looks as PyTorch pickles its own tensors."""
     file = io.BytesIO()
     with patch.dict(sys.modules, {"torch": TORCH, "torch._utils": UTILS}):
         _Pickler(file, protocol=2).dump(saved)
@@ -42,7 +42,7 @@ def dumps(saved: object) -> bytes:
 
 
 class Tensor:
-    """A tensor to be written; `key` is that of its storage. Other values than the array's own may be told."""
+    """A tensor to be written; `key` names its storage, and `told` overrides what the array would give."""
 
     def __init__(self, key: str, array: NDArray[np.generic], **told: Any) -> None:
         kind = told.get("kind", getattr(TORCH, STORAGES[array.dtype.name]))

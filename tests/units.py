@@ -1,4 +1,4 @@
-"""Looks for the tool that checks systemd's unit files."""
+"""Finds the tool that checks systemd's unit files."""
 
 from __future__ import annotations
 

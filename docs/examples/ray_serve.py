@@ -5,7 +5,7 @@ pip install 'ray[serve]' levserve, on every node; then, in this folder:
     serve run ray_serve:app replicas=2 command="levserve --model smollm2-135m"
     serve run ray_serve:app replicas=2 gpus=1 command="levserve --model Qwen/Qwen3-0.6B"
 
-All of levserve's paths but the WebSocket are then at http://127.0.0.1:8000, with streams.
+All of levserve's paths except the WebSocket are then at http://127.0.0.1:8000, including streams.
 """
 
 import os
@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 DRAIN_SECONDS = 30
-# What belongs to one connection, or is added by the proxy itself.
+# Headers that belong to one connection, or that the proxy adds itself.
 DROPPED = {
     "connection",
     "content-length",
@@ -83,7 +83,7 @@ class Levserve:
         return StreamingResponse(pass_on(answer), answer.status, kept)
 
     def _client(self) -> aiohttp.ClientSession:
-        if self.session is None:  # made inside the event loop; levserve has all the timeouts
+        if self.session is None:  # made inside the event loop; all timeouts are levserve's
             limits = {
                 "timeout": aiohttp.ClientTimeout(total=None),
                 "connector": aiohttp.TCPConnector(limit=0),

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A run with tests of other rings shows nothing: those import jax."""
+    """Checks nothing when tests of other rings run too, because those import jax."""
     is_pure = all(HERE in item.path.parents for item in request.session.items)
     was_there = "jax" in sys.modules
     yield

@@ -26,11 +26,11 @@ from tests.fake_server import ServerProcess
 
 SAID = [(" a", -0.5), (" b", -1.0), (" c", -1.5), (" d", -2.0)]
 ALMOST = [(" a", -0.75), (" b", -1.0), (" x", -1.6), (" y", -2.0)]
-"""Parts from what was SAID at the third token, its fifth character."""
+"""Differs from SAID in the third token, at character 5 (counted from 0)."""
 
 
 class Fake(ThreadingHTTPServer):
-    """Says the same to every question; `asked` has the path and the body of each."""
+    """Gives the same answer to every question; `asked` has the path and body of each request."""
 
     daemon_threads = False
 
@@ -44,7 +44,7 @@ class Fake(ThreadingHTTPServer):
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Without the one that warmed it up."""
+        """The bodies of all requests but the first, which is the warm-up."""
         return [body for _, body in self.asked[1:]]
 
 
@@ -93,7 +93,7 @@ def as_openai(server: Fake, body: dict[str, Any]) -> Shape:
 
 
 def as_tgi(server: Fake, body: dict[str, Any]) -> Shape:
-    """It refuses what the real one refuses, with a 200 here: an error is an error in either place."""
+    """Refuses what TGI refuses, but with a 200: an error in the body must count as one too."""
     parameters = body["parameters"]
     if parameters.get("temperature", 1) <= 0 or parameters.get("top_p", 0.5) >= 1:
         error = {
@@ -371,7 +371,7 @@ def test_shorter_answer_parts_at_its_end() -> None:
 
 
 def test_two_levserve_servers_say_the_same(tmp_path: Path) -> None:
-    """The fake device draws the next number after each token, so that both can be worked out by hand."""
+    """The fake device continues token k with k + 1, so that the answers can be worked out by hand."""
     with ServerProcess("--max-running", "2") as one, ServerProcess("--max-running", "2") as two:
         servers = [f"levserve={process.wait_ready().url}" for process in (one, two)]
         code, result = run(tmp_path, *servers, "--prompt", "t17 t18", "--max-tokens", "4")

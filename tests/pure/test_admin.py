@@ -1,4 +1,4 @@
-"""Who may reload a model, and what a reload that a signal asked for does when it is refused."""
+"""Who may reload a model, and what happens when a reload requested by a signal is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_clients_key_is_no_admin_key() -> None:
 
 
 class StandIn:
-    """In place of a `Reloader`: refuses, or tells what it was asked."""
+    """Stands in for a `Reloader`: records what was asked, then refuses if it has a `refusal`."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.refusal = refusal

@@ -1,4 +1,7 @@
-"""Who is let in: exactly as many as fit, refused before any work, told when to come back; and how long one may take."""
+"""Admission: exactly as many requests get in as fit.
+
+The others are refused before any work and told when to retry. Also how long a request may take.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,8 @@ def limits_of(headers: Any) -> list[int]:
     return [int(headers[f"x-ratelimit-{name}"]) for name in LIMITS]
 
 
-@pytest.mark.parametrize(
-    "size, accepted", [(1, 8), (30, 3)]
-)  # the first are stopped by their number, the others by their tokens
+# Small requests are limited by their number, large ones by their tokens.
+@pytest.mark.parametrize("size, accepted", [(1, 8), (30, 3)])
 def test_of_a_burst_of_three_times_the_limit_exactly_as_many_get_in_as_fit(size: int, accepted: int) -> None:
     admission = make(8, 100)
     start, leave = threading.Barrier(24), threading.Event()
@@ -148,7 +150,7 @@ class TestPace:
         assert pace.max_prefill(0.001, 4) == pytest.approx(30, abs=1) and pace.knows_decoding
         assert pace.max_prefill(0.00001, 4) == pytest.approx(3000, abs=1)
         for seconds, tokens in ((0.04, 45), (0.04, 52)):
-            pace.note_decoding(4, seconds)  # contexts are longer now
+            pace.note_decoding(4, seconds)  # decoding gets slower, as with longer contexts
             assert pace.max_prefill(0.001, 4) == pytest.approx(tokens, abs=1)
         for _ in range(20):
             pace.note_decoding(4, 0.5)
@@ -160,7 +162,7 @@ class TestPace:
         assert pace.max_prefill(0.001, 14) == pytest.approx(45, abs=1)
         assert pace.max_prefill(0.001, 2) == pytest.approx(27, abs=1), "others have ended"
         assert pace.max_prefill(0.001, 500) == pytest.approx(100, abs=1)
-        pace.note_decoding(4, -5.0)  # of what was counted as decoding, prompts took more than all
+        pace.note_decoding(4, -5.0)  # the estimated time of the prompts was longer than the whole round
         assert pace.max_prefill(0.001, 4) == 0
 
     def test_a_round_of_both_kinds_is_shared_by_their_costs(self) -> None:

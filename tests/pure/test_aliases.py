@@ -1,4 +1,4 @@
-"""Names that other servers have for our settings: what they mean, what overrides them, and how mistakes are told."""
+"""Other servers' names for our settings: their meaning, what overrides them, how mistakes are reported."""
 
 from __future__ import annotations
 

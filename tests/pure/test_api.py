@@ -1,4 +1,4 @@
-"""The Python API around the fake device: the same answers as over HTTP, from any thread, and nothing left behind."""
+"""The Python API around the fake device: answers as over HTTP, from any thread, with nothing left behind."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_whoever_waits_for_a_place_waits_by_priority(app: App) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """A test run that was started in the background ignores SIGINT, and this one's signal would be lost."""
+    """Makes SIGINT raise KeyboardInterrupt, because a test run started in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -365,7 +365,7 @@ def test_a_call_has_a_timeout_of_its_own_or_that_of_the_settings(app: App) -> No
 
 
 def test_a_timeout_for_all_calls_is_a_setting(app: App) -> None:
-    assert Settings().request_timeout > 0  # the server's default, which is not a program's
+    assert Settings().request_timeout > 0  # the server's default, which does not apply to the Python API
     settings = make_settings({"request_timeout": 0.05}, {})
     with Model(app.registry, settings) as model:
         with pytest.raises(DeadlineExceeded):
@@ -375,7 +375,7 @@ def test_a_timeout_for_all_calls_is_a_setting(app: App) -> None:
 
 def test_a_notebook_whose_event_loop_runs_may_call_both_kinds(model: Model) -> None:
     async def cell() -> None:
-        """What a notebook does: a cell is run inside a loop that is running."""
+        """Runs inside an event loop, as a notebook's cell does."""
         assert model.generate("t17", max_tokens=2, temperature=0)[0].tokens == (18, 19)
         assert [piece.text for piece in model.stream("t17", max_tokens=1, temperature=0)] == [" t18"]
         assert model.score([("t17", " t18")])[0].is_greedy

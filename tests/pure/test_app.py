@@ -1,4 +1,4 @@
-"""The Flask application in this process: who is let in, what operators see, what becomes of errors."""
+"""The Flask application in this process: access control, what operators see, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fake_device import FakeDevice, serve_toy
 from tests.fake_server import completion
 
 KEY = "sk-test-0123456789"
-AGE = 31.0  # seconds without a sign of life, one more than are allowed
+AGE = 31.0  # seconds since the last sign of life, one more than is allowed
 
 
 @pytest.fixture
@@ -125,14 +125,13 @@ def test_every_route_but_the_probes_is_guarded(guarded: FlaskClient) -> None:
     for rule in rules:
         if rule.rule in ("/healthz", "/health", "/readyz"):
             continue
-        # The pages for browsers are open; test_page.py and test_openapi.py are about them.
+        # The pages for browsers are open; test_page.py and test_openapi.py test them.
         is_file = rule.rule in ("/static/<path:name>", "/docs", "/openapi.json")
         upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"} if rule.websocket else {}
         for method in ((rule.methods or set()) | {"OPTIONS"}) - ({"GET", "HEAD"} if is_file else set()):
             reply = guarded.open(rule.rule.replace("<path:model_id>", "toy"), method=method, headers=upgrade)
-            assert reply.status_code == (403 if rule.rule.startswith("/admin/") else 401), (
-                rule
-            )  # there is no admin key
+            # /admin is forbidden to all, because there is no admin key.
+            assert reply.status_code == (403 if rule.rule.startswith("/admin/") else 401), rule
 
 
 def test_a_wrong_key_is_not_repeated_to_its_sender(guarded: FlaskClient) -> None:

@@ -1,4 +1,4 @@
-"""Background work: it rests beside live work, ends all the same, and is never in its way."""
+"""Background work: it gives way to live work, finishes all the same, and hardly slows live work down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_background(plan: RoundPlan) -> bool:
 
 
 def keep_live(server: Server, number: int) -> None:
-    """Sees to it that live work runs in this round."""
+    """Submits live work if there is none, so that this round has some."""
     if not server.scheduler.has_live_work:
         server.submit(ask(f"live-{number}", (9, 9), 30))
 
@@ -47,15 +47,16 @@ def test_beside_live_work_it_takes_part_in_one_round_of_many() -> None:
         keep_live(server, number)
         num_rounds += 1
         num_shared += has_background(server.step())
-    # Besides its turns it has rounds in which no live sequence could take part, such as between two requests.
+    # Besides its turns, background work gets the rounds in which no live sequence can run, such as between
+    # two live requests.
     live = [name for name in server.finishes if name.startswith("live")]
     assert num_rounds // REST_ROUNDS <= num_shared <= num_rounds // REST_ROUNDS + 2 * len(live)
 
 
 def run_timed(row_cost: float, program_rows: int, num_live: int, num_rounds: int) -> tuple[list[float], int]:
-    """How many times as long as alone each round of live rows took, and the rows of others beside them.
+    """Each round's time relative to that of its live rows alone, and the number of other rows beside them.
 
-    A step takes 1 and `row_cost` for each row, of as many as the smallest program has that is large enough.
+    A step takes 1, plus `row_cost` for each row of the smallest program that is large enough.
     """
 
     def seconds(num_rows: int) -> float:
@@ -104,7 +105,7 @@ def test_where_rows_cost_nothing_background_work_fills_the_free_slots() -> None:
         num_shared += sum(row.sequence.request.priority >= BACKGROUND for row in plan.rows)
         if plan.rows:
             server.scheduler.note_round(plan, 1.0 * max(row.steps for row in plan.rows))
-    assert num_shared > 90  # more rows than the live one had
+    assert num_shared > 90  # more than the rows of the live request
     server.run_dry()
     for number in range(4):
         assert server.outputs[f"batch-{number}"] == expected_output((number, 1), 90, stop=False)

@@ -1,4 +1,4 @@
-"""Batches around the fake device: the bodies of HTTP, any order, and nothing lost or done twice after a kill."""
+"""Batches around the fake device: bodies as over HTTP, any order, nothing lost or done twice after a kill."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def app() -> Iterator[App]:
 
 @pytest.fixture
 def own_app() -> Iterator[App]:
-    """For tests that end it, or that count what reached its device."""
+    """An app for tests that close it, or that count what reaches its device."""
     with serving() as app:
         yield app
 
@@ -273,7 +273,7 @@ class TestResume:
         return path
 
     def go_on(self, app: App, source: Path, target: Path, most: int = 1000) -> int:
-        """Runs up to so many lines; how many."""
+        """Runs up to `most` of the lines without a result; returns how many it ran."""
         with Output(target) as output:
             lines = (line for line in Source(source).lines(MAX_BODY) if not output.done.has(line))
             count = 0

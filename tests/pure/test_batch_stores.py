@@ -1,4 +1,4 @@
-"""Batches from and to stores: real client libraries against servers on loopback."""
+"""Batches that read from and write to stores: real client libraries against servers on loopback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_input() -> bytes:
 
 
 def answer(output: Output, source: Source, most: int) -> int:
-    """Writes a result for each line that has none, up to so many; how many."""
+    """Writes results for up to `most` of the lines without one; returns how many it wrote."""
     count = 0
     for line in source.lines(MAX_BODY):
         if count < most and not output.done.has(line):
@@ -63,7 +63,7 @@ def test_results_end_in_the_store_and_a_later_run_goes_on(bucket: tuple[str, Any
     results = files.cat_file(place.partition("://")[2]).splitlines()
     assert len(results) == NUM_LINES + 1
     assert not list((tmp_path / "batch").iterdir())
-    with open_output(place, tmp_path) as output:  # all is done: the object itself tells
+    with open_output(place, tmp_path) as output:  # everything is done, as the stored object itself shows
         assert answer(output, source, 1000) == 0
         output.finish()
     assert files.cat_file(place.partition("://")[2]).splitlines() == results

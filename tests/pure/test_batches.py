@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches around the fake device: driven by OpenAI's SDK, kept over restarts, owned, bounded."""
+"""/v1/files and /v1/batches around the fake device: driven by OpenAI's SDK, persistent, owned, bounded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def wait_ended(app: App, batch_id: str) -> dict[str, Any]:
 
 
 def results(app: App, file_id: str | None) -> dict[str, Any]:
-    """The results in a file by their ids."""
+    """The results in a file, by custom id."""
     if file_id is None:
         return {}
     content = app.client.get(f"/v1/files/{file_id}/content", buffered=True).text
@@ -346,7 +346,7 @@ def test_rubbish_in_the_folder_is_skipped(tmp_path: Path) -> None:
 
 
 class Clocked:
-    """A worker whose clock stands still until it is told."""
+    """A worker with a clock that only the test moves."""
 
     def __init__(self, registry: Registry, folder: Path) -> None:
         self.now = 1_000_000.0
@@ -401,7 +401,7 @@ def test_files_go_when_they_have_expired_but_not_while_a_batch_reads_them(tmp_pa
             assert not clocked.files.path_of(given.id).exists()
             clocked.now += 40 * 86400
             input_id = clocked.get(batch_id).input_file_id
-            if clocked.batches.uses_file(input_id):  # the batch expires too, at any moment
+            if clocked.batches.uses_file(input_id):  # the worker may end the expired batch at any moment
                 assert clocked.files.path_of(input_id).exists()
             wait_until(lambda: clocked.get(batch_id).status == "expired")
             clocked.now += 40 * 86400

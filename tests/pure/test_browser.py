@@ -1,4 +1,7 @@
-"""The page in a real browser, against a real server process around the fake device. Left out where there is no browser."""
+"""The page in a real browser, against a real server process around the fake device.
+
+Left out where there is no browser.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def parrot() -> Iterator[ServerProcess]:
-    """Answers a chat with its last message."""
+    """A server that answers a chat with its last message."""
     with ServerProcess("--served-model-name", "parrot") as process:
         yield process.wait_ready()
 
@@ -57,7 +60,7 @@ def guarded() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def page(browser: Browser, parrot: ServerProcess) -> Iterator[Browser]:
-    """The page as a new visitor finds it, who must not see anything in the console."""
+    """The page as a new visitor finds it; the console must stay free of errors."""
     browser.open(parrot.url)
     browser.errors()
     yield browser
@@ -66,7 +69,7 @@ def page(browser: Browser, parrot: ServerProcess) -> Iterator[Browser]:
 
 
 def say(page: Browser, text: str) -> None:
-    # Keys cannot type what lies outside of the basic plane, and a line break would send.
+    # send_keys cannot type characters beyond the Basic Multilingual Plane, and a line break would send.
     page.run("composer.value = arguments[0]", text)
     page.element("#composer").send_keys(Keys.ENTER)
 
@@ -79,7 +82,7 @@ def ask(page: Browser, text: str) -> None:
 
 
 def run_curl(command: str, **environ: str) -> str:
-    """What the command prints, which must succeed."""
+    """The output of the command, which must succeed."""
     strict = command.replace("curl ", "curl -sS --fail-with-body ", 1)
     done = subprocess.run(
         ["bash", "-c", strict], env=os.environ | environ, capture_output=True, text=True, timeout=60
@@ -94,7 +97,7 @@ def press(page: Browser, *keys: str) -> None:
 
 
 def tab_to(page: Browser, selector: str, *, back: bool = False) -> None:
-    """Presses Tab until this element has the focus; every stop on the way shows that it has it."""
+    """Presses Tab until the element has the focus; every stop on the way must show an outline."""
     look = "const one = document.activeElement; return [one.matches(arguments[0]), getComputedStyle(one).outlineStyle, one.id]"
     for _ in range(80):
         keys = ActionChains(page.driver, duration=0)
@@ -147,7 +150,7 @@ def test_hostile_text_stays_text(page: Browser, parrot: ServerProcess) -> None:
         assert set(page.run(names)) <= {"href", "target", "rel", "class", "tabindex", "type", "start"}
         links = page.run("return [...document.querySelectorAll('#messages a')].map((one) => one.protocol)")
         assert set(links) == {"https:"} and len(links) >= 3
-        page.open(parrot.url)  # again, from the history
+        page.open(parrot.url)  # the second pass checks the stored conversation
 
 
 def test_conversations_survive_a_reload_and_can_be_deleted(page: Browser, parrot: ServerProcess) -> None:
@@ -167,7 +170,7 @@ def test_conversations_survive_a_reload_and_can_be_deleted(page: Browser, parrot
     )
     say(page, "word " * 100)
     page.wait_text(".assistant .body", "word")
-    # In the middle of its answer, and in one step: the list is drawn anew whenever the conversation is saved.
+    # While its answer streams, and in one script: the list is rebuilt whenever the conversation is saved.
     page.run("document.querySelector('.erase').click()")
     page.wait_text("#send", "Send")
     assert [one.text for one in page.elements(".choose")] == ["second question"]
@@ -246,7 +249,7 @@ def test_sampling_fields_are_sent_by_their_names(page: Browser, parrot: ServerPr
         "logprobs": True, "top_logprobs": 5, "stream": True,
     }  # fmt: skip
     page.open(parrot.url)
-    assert page.element("#top_k").get_attribute("value") == "7"  # kept for the next time
+    assert page.element("#top_k").get_attribute("value") == "7"  # kept for the next visit
     page.element("#tab-completion").click()
     assert page.element("#top_k").is_displayed() and not page.element("#system").is_displayed()
     page.element("#sampling-reset").click()
@@ -435,7 +438,7 @@ def test_the_key_is_asked_for_until_it_is_right_and_forgotten_with_the_tab(
 
 @pytest.fixture
 def toy(browser: Browser, guarded: ServerProcess) -> Browser:
-    """The page with the key, and greedy: an answer is t10 t11 t12 ..."""
+    """The page with the key, sampling greedily: an answer is t10 t11 t12 ..."""
     browser.driver.get(f"{guarded.url}/static/icon.svg")
     browser.run("sessionStorage.setItem('levserve.key', arguments[0])", KEY)
     browser.run("localStorage.clear(); localStorage.setItem('levserve.sampling', '{\"temperature\": 0}')")
@@ -454,7 +457,7 @@ def test_stop_hangs_up_and_keeps_what_came(toy: Browser, guarded: ServerProcess)
     toy.wait_text(".assistant .note", "stopped by you")
     assert toy.text(".assistant .body") == "t10"
     toy.element("#new-chat").click()
-    say(toy, "t4")  # none at all; and with the button
+    say(toy, "t4")  # no token at all; stopped with the button
     guarded.wait_event("submit")
     toy.element("#send").click()
     guarded.wait_event("cancel")
@@ -473,9 +476,9 @@ def test_an_error_is_shown_and_can_be_tried_again(toy: Browser) -> None:
     toy.element("#messages .error button").click()
     toy.wait_text(".assistant .note", "out")
     assert toy.text(".assistant .body").startswith("t10 t11") and not toy.elements("#messages .error")
-    assert all("400" in error for error in toy.errors())  # a browser tells of every request that is refused
+    assert all("400" in error for error in toy.errors())  # a browser logs every refused request
     toy.element("#new-chat").click()
-    say(toy, "t5")  # the device dies in the middle
+    say(toy, "t5")  # the device dies
     toy.wait_text("#messages .error", "The device failed while the request was running.")
     toy.wait_text("#metrics-error", "The server cannot be reached.")
     toy.errors()

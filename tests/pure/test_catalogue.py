@@ -1,4 +1,4 @@
-"""Which models a server knows: by sections, by a folder, and which of them is the default."""
+"""Which models a server knows, from settings sections and from a folder, and which one is the default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import GOLDEN
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder, a GGUF file, a Levanter run, and what is no model."""
+    """A Hugging Face folder, GGUF files, a Levanter run, and entries that are no models."""
     (tmp_path / "beta").symlink_to(GOLDEN / "llama")
     (tmp_path / "gamma.gguf").touch()
     (tmp_path / "theta-00001-of-00002.gguf").touch()

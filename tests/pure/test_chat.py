@@ -1,4 +1,4 @@
-"""Conversations: the model's own template, exactly, and nothing in a message that can act as a control token."""
+"""Conversations: rendered exactly by the model's template; no message can act as a control token."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_special_strings_are_hidden_in_every_field_of_a_message_and_in_arguments
     [
         (("<end>", "<s>"), "a<s><end>b<s", "a(1)(0)b<s"),
         (("<<s>>", "<s>"), "<<s>> <s>>", "(0) (1)>"),  # the longer one first
-        (("<end>", "0", "1"), "<end>01", "(0)(1)(2)"),  # the numbers of hidden tokens are no text of a client
+        (("<end>", "0", "1"), "<end>01", "(0)(1)(2)"),  # the number that hides "<end>" is not hidden itself
         (("abc", "cd"), "abcd", "(0)d"),
         (("[a.b]",), "[a.b] [axb]", "(0) [axb]"),
         ((), "<s>", "<s>"),

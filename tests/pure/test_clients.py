@@ -1,4 +1,4 @@
-"""OpenAI's asynchronous Python client and the one for Node, and Anthropic's, as their users call them."""
+"""OpenAI's asynchronous Python client, its Node client, and Anthropic's client, as their users call them."""
 
 from __future__ import annotations
 
@@ -153,5 +153,5 @@ def test_anthropics_client_reads_errors(server: ServerProcess, claude: anthropic
     with claude.messages.stream(
         messages=[{"role": "user", "content": "t6"}], timeout=None, **GREEDY
     ) as stream:
-        next(iter(stream.text_stream))  # and leaves in the middle, which hangs up
+        next(iter(stream.text_stream))  # leaving the block in the middle hangs up
     server.wait_event("cancel")

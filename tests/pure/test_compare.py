@@ -1,4 +1,4 @@
-"""bench/compare.py without any peer: the table, who is skipped, and that no server outlives the comparison."""
+"""bench/compare.py without any peer: the table, which peers are skipped, and that no server is left."""
 
 from __future__ import annotations
 

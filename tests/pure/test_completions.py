@@ -1,4 +1,4 @@
-"""What /v1/completions and chat can do beyond text: echo, scores of prompts, the best of several, timings."""
+"""What /v1/completions and chat can do beyond text: echo, prompt scores, `best_of`, timings."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class TestEcho:
 
 
 class TestHarness:
-    """lm-evaluation-harness drops the last entry of the lists, and takes a value that is its map's greatest for greedy."""
+    """lm-evaluation-harness drops each list's last entry; a token with its map's maximum is greedy."""
 
     @staticmethod
     def parse(choice: Any, context_len: int) -> tuple[float, bool]:
@@ -221,7 +221,7 @@ class TestSeeds:
 
 
 class TestBestOf:
-    # Seeds 1 to 5 take steps of 2, 3, 4, 5 and 1: steps of 1 are likely, of 2 less likely, the others impossible.
+    # Seeds 1 to 5 take steps of 2, 3, 4, 5 and 1. Steps of 1 are likely, of 2 less so, the others impossible.
     def test_returns_the_likeliest_sequences_first(self, app: App) -> None:
         body = app.complete("t17", best_of=5, n=2, seed=1, temperature=1, max_tokens=2)
         assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [

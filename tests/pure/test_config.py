@@ -1,4 +1,4 @@
-"""Where settings come from, which of two sources wins, and how each mistake is told."""
+"""Where settings come from, which of two sources wins, and how each mistake is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def serve_ini(folder: Path, text: str) -> str:
 
 
 def refuse(capsys: pytest.CaptureFixture[str], argv: list[str], environ: dict[str, str] | None = None) -> str:
-    """The one line on stderr that a mistake ends with."""
+    """The one line on stderr that reports a mistake."""
     with pytest.raises(SystemExit) as stopped:
         parse_settings(argv, environ or {})
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A connection as the main loop has it: never waited for, and with limits that the kernel keeps."""
+"""A connection as the main loop uses it: it never blocks, and the kernel enforces the limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that are held to a constraint, over a device that draws without knowing it."""
+"""Sequences under a constraint, over a fake device that samples without knowing the constraint."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class ToyMatcher(Matcher):
 
 
 def draw(seen: Seq[int], seed: int, allowed: Seq[int] = range(VOCAB)) -> int:
-    """What the device draws after these tokens; from fewer tokens it draws with other numbers."""
+    """The token that the device samples after `seen`; restricting `allowed` changes the random draw."""
     return random.Random(repr((tuple(seen), seed, len(allowed) < VOCAB))).choice(sorted(allowed))
 
 
 def expected(request: GenerationRequest) -> tuple[list[int], FinishReason]:
-    """One token at a time: drawn freely, and drawn again from what is allowed if it is not."""
+    """The output token by token: each is drawn freely and, if not allowed, again from those that are."""
     tokens = list(request.prompt)
     assert request.constraint is not None
     matcher = request.constraint.start()
@@ -105,7 +105,7 @@ class Rounds:
         self.masks: dict[int, tuple[int, int]] = {}
 
     def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
-        for sequence in plan.admitted:  # a slot's mask was its last sequence's
+        for sequence in plan.admitted:  # the slot may still have its last sequence's mask
             if sequence.slot is not None:
                 self.masks.pop(sequence.slot, None)
         for row in plan.rows:
@@ -158,7 +158,7 @@ class Rounds:
 
 @dataclass
 class Server:
-    """Plans one round ahead, or reads first where the scheduler asks for it, as the device loop does."""
+    """Plans one round ahead, or reads first where the scheduler asks for it, as the model loop does."""
 
     scheduler: Scheduler
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -272,7 +272,7 @@ def test_forced_tokens_are_prefilled_only_where_others_may_wait_for_that(
     held = GenerationRequest("held", (3, 4), 12, Sampling(seed=1), constraint=rule)
     server.submit(held)
     if company:
-        # A sequence that is left alone jumps: neither may outlive the other, or the free one must.
+        # A sequence that runs alone prefills its forced tokens, so both must end together, or the free last.
         its_rule, max_tokens = (rule, 12) if company == "held" else (None, 160)
         server.submit(GenerationRequest("other", (5, 6), max_tokens, Sampling(seed=2), constraint=its_rule))
     server.run()

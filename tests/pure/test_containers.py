@@ -1,4 +1,4 @@
-"""The files for containers: Dockerfile, lock files, compose, the scripts that run an image, and its health check."""
+"""The container files: Dockerfile, lock files, compose, scripts that run an image, its health check."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.fake_server import ServerProcess
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 SCRIPTS = ROOT / "deploy" / "scripts"
-EXIT_SECONDS = 10  # levserve ends at most so long after its drain
+EXIT_SECONDS = 10  # levserve exits at most this long after its drain
 
 LOCKED = re.compile(
     r"^([a-z0-9-]+)==(\S+)(?: ; (.+?))? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n?)+)", re.MULTILINE
 )
-"""One package of a lock file: name, version, marker, hashes."""
+"""Matches one package of a lock file: name, version, marker, hashes."""
 TARGETS = {"base": ("gcs", "s3", "otel"), "cuda": ("cuda13",), "tpu": ("tpu",)}
-"""The extras that each lock file is made for; `base` also has what levserve requires without any."""
+"""The extras that each lock file is made for; `base` also has levserve's own requirements."""
 ENVIRONMENTS = [
     {
         "python_version": version,
@@ -143,7 +143,7 @@ def test_variables_of_the_images_are_settings() -> None:
 
 
 def test_everything_that_is_copied_is_sent_to_the_builder() -> None:
-    """The ignore file lists what may be sent, so that a secret in the checkout cannot be."""
+    """The ignore file lists what may be sent, so that a secret in the checkout is never sent."""
     lines = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
     assert lines[1] == "*"
     sent = {line[1:] for line in lines if line.startswith("!")}
@@ -205,7 +205,7 @@ def test_grafana_finds_the_dashboard() -> None:
 
 
 class Engine:
-    """A docker that notes how it was called; the image is there unless it is told otherwise."""
+    """A fake docker and podman that record their calls; the image exists unless `NO_IMAGE` is set."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A round's updates on their way to the streams: all of them arrive, in order, and nobody's trouble is another's."""
+"""Delivery of a round's updates: all reach their streams, in order; one stream's failure harms no other."""
 
 from __future__ import annotations
 

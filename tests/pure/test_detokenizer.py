@@ -1,4 +1,4 @@
-"""Streamed text: joins to the decoding of everything at once, and never holds a piece of a character."""
+"""Streamed text: joins to what decoding all tokens at once gives, and never contains part of a character."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from levserve.text.detokenizer import Detokenizer, Spelling, read_spelling
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 
 SCRIPTS = st.text(st.sampled_from("ab \n.é東京한국🎉👩\u200d🚀🏽e\u0301क्षि\u0627\u064b"), max_size=30)
-# SmolLM2's vocabulary has no token for some control characters and for the bytes that begin characters above U+3FFFF.
+# SmolLM2's vocabulary lacks some control characters and the bytes that begin characters above U+3FFFF.
 ANY_SCRIPT = st.text(st.characters(exclude_categories=("Cc", "Cs"), max_codepoint=0x3FFFF), max_size=30)
 CUTS = st.lists(st.integers(0, 40), max_size=6)
-TOKENS = st.lists(
-    st.integers(0, 49_200) | st.integers(0, 300), max_size=40
-)  # the first 17 are special, the last have no text
+# The first 17 tokens are special, the last have no text.
+TOKENS = st.lists(st.integers(0, 49_200) | st.integers(0, 300), max_size=40)
 
 
 @pytest.fixture(scope="module")

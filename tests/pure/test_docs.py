@@ -1,4 +1,4 @@
-"""The README and the documentation: links lead somewhere, generated parts are current, settings files can be read."""
+"""The README and the documentation: links resolve, generated parts are current, settings files parse."""
 
 from __future__ import annotations
 
@@ -80,9 +80,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     architecture = (tmp_path / "explanation" / "architecture" / "index.html").read_text()
     assert "architecture.svg" in architecture
     systemd = (tmp_path / "how-to" / "systemd" / "index.html").read_text()
-    assert (
-        "<code>systemd/</code>" in systemd and "../../../systemd" not in systemd
-    )  # the site does not carry that folder
+    # The site does not include that folder.
+    assert "<code>systemd/</code>" in systemd and "../../../systemd" not in systemd
 
 
 @pytest.mark.parametrize("block", blocks("ini"), ids=lambda block: block.place)
@@ -101,7 +100,7 @@ def test_every_settings_file_can_be_read(block: Block, tmp_path: Path) -> None:
 
 
 def test_shell_blocks_are_commands_that_some_test_runs() -> None:
-    """The rest are marked as `console`; curl's are run in the third ring, and CI runs the README's second command."""
+    """Other blocks are marked `console`; the third ring runs curl, and CI the README's second command."""
     others = [block.text for block in blocks("sh") if not block.text.startswith("curl ")]
     assert tuple(others) == COMMANDS
     assert {block.language for block in blocks("", "bash", "shell", "py")} == set()

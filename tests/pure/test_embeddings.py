@@ -14,7 +14,7 @@ from tests.fake_app import App, serving
 from tests.fake_server import ServerProcess
 
 PATH = "/v1/embeddings"
-HALF = 0.5**0.5  # of two equal parts of a vector of length 1
+HALF = 0.5**0.5  # each of the two equal components of a unit vector
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def vectors(app: App, given: Any, **fields: Any) -> list[Any]:
 
 
 def test_the_mean_of_a_texts_states_has_length_1(app: App) -> None:
-    body = embed(app, "t17 t18")  # 1 in places 1 and 2
+    body = embed(app, "t17 t18")  # the hidden states are 1 in places 1 and 2
     assert body["data"][0] == {
         "index": 0,
         "object": "embedding",

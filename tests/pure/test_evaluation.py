@@ -1,5 +1,7 @@
-"""What lm-evaluation-harness asks of a model, answered by the toy device: after k comes k + 1 with a log-probability of -0.5,
-k + 2 has -1.5, and the others are impossible."""
+"""What lm-evaluation-harness asks of a model, answered by the toy device.
+
+After token k, k + 1 has the log-probability -0.5, k + 2 has -1.5, and the others are impossible.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_an_empty_context_is_the_bos_token(app: App, evaluator: Evaluator) -> No
     before = len(app.device.requests)
     evaluator.loglikelihood([("", "t17 t18"), ("", "<s> t17")])
     asked = [(request.prompt, request.score_from) for request in app.device.requests[before:]]
-    assert asked == [((1, 17), 1), ((1, 17, 18), 1)]  # the prefix is not there twice
+    assert asked == [((1, 17), 1), ((1, 17, 18), 1)]  # the bos token is not there twice
 
 
 def test_a_continuation_without_tokens_is_certain(evaluator: Evaluator) -> None:

@@ -1,4 +1,4 @@
-"""No field is parsed and ignored: each one that is declared changes what the device is asked or what the client gets."""
+"""No field is parsed and ignored: each declared field changes what the device or the client gets."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ BODIES: dict[str, dict[str, Any]] = {
     SCORE: {"prompts": ["t17"], "continuations": [" t18"]},
 }
 KINDS = {CHAT: ChatBody, TEXT: CompletionBody, EMBED: EmbeddingBody, SCORE: ScoreBody}
-IGNORED = {"user"}  # who asks is nobody's business here
+IGNORED = {"user"}  # names the end user, which has no effect
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
-# A value that asks for something, and where one alone does not, what must be asked for beside it.
+# For each field a value that has an effect, or all fields that must be set for it to have one.
 BOTH: dict[str, Any] = {
     "model": "other",
     "max_tokens": 2,
@@ -147,7 +147,7 @@ def app() -> Iterator[App]:
 
 
 def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
-    """What the device is asked and what the client gets, less what differs from one request to the next."""
+    """What the device is asked and what the client gets, without what differs between any two requests."""
     before = len(app.device.requests)
     reply = app.post(path, BODIES[path] | fields)
     asked = [
@@ -156,7 +156,7 @@ def outcome(app: App, path: str, fields: dict[str, Any]) -> tuple[Any, ...]:
             request_id="",
             shares_prompt_of=None,
             deadline=None if request.deadline is None else 1.0,
-            # Only a grammar is kept for the next request; equal constraints of other kinds are not the same.
+            # Only grammars are cached between requests; equal ones of other kinds are different objects.
             constraint=request.constraint if isinstance(request.constraint, Grammar) else None,
         )
         for request in app.device.requests[before:]

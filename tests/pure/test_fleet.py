@@ -1,4 +1,4 @@
-"""The simulation of a fleet: its arithmetic by hand, and what its traffic is said to be."""
+"""The simulation of a fleet: its arithmetic checked by hand, and its traffic against published statistics."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_a_prompt_beside_a_stream_is_prefilled_in_chunks_of_128_tokens() -> None
     others: list[Request] = []
     fleet.at(0.03, lambda: others.append(ask(fleet, talk(1, 200))))
     fleet.run()
-    # The rounds: 10 tokens; the first stream alone, twice; 128 tokens beside it, though 1.5 x 45 ms are 67; the last 72.
+    # The rounds: 10 tokens; the first stream alone, twice; 128 tokens beside it, although 1.5 x 45 ms would
+    # allow only 67; the last 72.
     waited = 0.01 + 2 * 0.044 + (0.128 + 0.044) + 0.072
     assert others[0].first_token == pytest.approx(0.005 + waited + 0.005)
     assert first.ended > others[0].first_token
@@ -104,7 +105,7 @@ def test_a_replica_keeps_the_times_of_levserves_own_scheduler(seed: int) -> None
 
 
 def schedule(requests: list[Request], costs: Costs) -> list[tuple[int, float, float]]:
-    """Cached tokens, first and last time of each, by levserve's scheduler and a device that takes these times.
+    """Each request's cached tokens, first and last time, by levserve's scheduler on a device with `costs`.
 
     Rounds are planned and read in the order of `device/model_loop.py`.
     """

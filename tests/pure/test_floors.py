@@ -1,4 +1,4 @@
-"""The house has floors: a room imports only what lies below it, and nothing heavy before the fork."""
+"""Layering: a room (a top-level package or module) imports only lower floors, nothing heavy pre-fork."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def imported_by(program: str) -> set[str]:
 
 
 def test_a_room_imports_only_lower_floors() -> None:
-    """Of all files at once: a test for each of hundreds costs more than to read them."""
+    """Covers all files at once: a test for each of hundreds would cost more than reading them."""
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -107,7 +107,7 @@ def may_import(room: str, name: str) -> bool:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Imports inside of functions and those for types alone count too."""
+    """Imports inside functions and those for types alone count too."""
     files = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
         for path in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""After the weights have changed nobody begins on what the old ones computed: a page remembers which weights wrote it."""
+"""After a change of weights, no request begins on pages that the old weights computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.pure.test_scheduler import FakeRounds, Server, ask, make
 
 
 class VersionedRounds(FakeRounds):
-    """Notes the weights that wrote each slot, and the oldest that each request's tokens have come from."""
+    """Records which weights wrote each KV slot, and the oldest weights that a request's tokens depend on."""
 
     version = 0
 

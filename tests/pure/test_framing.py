@@ -1,4 +1,4 @@
-"""Where a request ends, whatever the pieces it comes in; and that gunicorn's parser finds the same end."""
+"""Where a request ends, whatever pieces it arrives in, and that gunicorn's parser finds the same end."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ LINES = [
 def test_what_is_taken_for_whole_is_refused_by_the_parser_or_read_to_its_last_byte(
     pieces: list[bytes],
 ) -> None:
-    """So no byte of one request can pass for the beginning of another."""
+    """So no byte of one request can be taken for the beginning of another."""
     found, _ = feed(pieces)
     for request in found:
         parser = RequestParser(Config(), (), ("127.0.0.1", 1))

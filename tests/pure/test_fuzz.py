@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer or an error in the one shape, never a 5xx; and the server goes on."""
+"""Whatever a client sends, it gets an answer or a well-formed error, never a 5xx, and the server goes on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ items = st.lists(
     min_size=1,
     max_size=4,
 )
-# What the type of a field does not tell.
+# Values for fields whose type alone does not say what is plausible.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just("toy"),
     "prompt": texts,
@@ -120,7 +120,7 @@ def values(kind: Type) -> st.SearchStrategy[Any]:
 
 
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Most are right in all or all but one of their fields, so that they get past the first checks."""
+    """Bodies, most of them with at most one wrong field, so that they get past the first checks."""
     kind = inspect.type_info(KINDS[path])
     assert isinstance(kind, inspect.StructType)
     likely = LIKELY | ({"input": words | items} if path == RESPOND else {})
@@ -162,7 +162,7 @@ def check(reply: TestResponse) -> None:
 
 
 def check_message(reply: TestResponse) -> None:
-    """Anthropic's shape, whole or as events."""
+    """Checks that the reply has Anthropic's shape, whole or as events."""
     *events, rest = reply.text.split("\n\n") if reply.mimetype == "text/event-stream" else ("",)
     answer = read_strictly(events[-1].partition("data: ")[2] if events else reply.text)
     if reply.status_code >= 400:
@@ -223,7 +223,7 @@ USER = {"role": "user", "content": "t17"}
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[App]:
-    """With the default limit on bodies."""
+    """An app with the default limit on body size."""
     with serving(obeys=False, max_inflight=12) as app:
         app.complete("t17", max_tokens=1)
         yield app
@@ -260,7 +260,7 @@ def test_what_is_huge_is_refused_by_name_in_no_time(
     data = json.dumps({"model": "toy"} | body).encode()
     began = time.process_time()
     reply = send(roomy, path, data)
-    assert time.process_time() - began < 2  # a few hundredths, most of them to read the JSON
+    assert time.process_time() - began < 2  # takes a few hundredths of a second, mostly to parse the JSON
     check(reply)
     assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (400, param)
     assert len(reply.text) < 1_000

@@ -1,4 +1,4 @@
-"""From token batches to text: what is shown, when it ends, and what an unanswered end becomes."""
+"""From token batches to text: what is shown, when it ends, and which ends are errors."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_waiting_says_that_nothing_came_and_takes_nothing_away() -> None:
 
 def test_waiting_is_not_prolonged_by_batches_that_say_nothing() -> None:
     class Dripping(TokenStream):
-        """Has scores of another part of the prompt as often as it is asked in time."""
+        """Has scores of another part of the prompt every 5 ms."""
 
         def get(
             self, timeout_seconds: float | None = None, on_batch: object = None

@@ -50,7 +50,7 @@ PERSON = {
 
 
 def make_tokenizer() -> Tokenizer:
-    """Every byte, a few merges, and an end token; the model has more rows than there are tokens."""
+    """A tokenizer with every byte, a few merges and an end token; the model's vocabulary has more rows."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *("".join(pair) for pair in MERGES)]
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, MERGES))

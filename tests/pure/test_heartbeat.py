@@ -1,4 +1,4 @@
-"""Streams that have nothing to say yet: real statuses for what fails soon, signs of life for what takes long."""
+"""Streams without text yet: a real status if they fail soon, comments as signs of life if they take long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def app() -> Iterator[App]:
 
 
 def stream(app: App, prompt: str, path: str = "/v1/completions", **fields: object) -> tuple[int, list[str]]:
-    """The status and the events, comments too."""
+    """The status and the events, comments included."""
     body = (
         completion(prompt)
         if path == "/v1/completions"

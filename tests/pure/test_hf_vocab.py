@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders: what transformers makes of the same files, without importing it."""
+"""Tokenizers of Hugging Face folders: as transformers reads the same files, but without importing it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOLDERS = [*FAMILIES, "levanter-llama/tokenizer"]
 
 
 def save_folder(path: Path, **files: Any) -> Path:
-    """A vocabulary of words in which <s> and <a> are tokens of their own, and what further files say about it."""
+    """Saves a tokenizer of words with the added tokens <s> and <a>, and further JSON files about it."""
     words = ["<s>", "</s>", "<unk>", "<pad>", "<b>", "word"]
     backend = tokenizers.Tokenizer(
         models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<unk>")
@@ -101,7 +101,7 @@ def test_golden_folder_is_read_as_transformers_reads_it(name: str) -> None:
             }
         },
         {"tokenizer_config": {**NAMES, "chat_template": "{{ messages }}"}},
-        # Tokens that the vocabulary does not have, not in their order; one that it has with other fields; one that is named.
+        # Tokens that the vocabulary lacks, out of order; tokens that it has, with other fields; a named one.
         {
             "tokenizer_config": {
                 **NAMES,
@@ -132,7 +132,7 @@ def test_configuration_is_read_as_transformers_reads_it(tmp_path: Path, files: d
 
 
 def test_named_token_that_the_vocabulary_lacks_is_not_made(tmp_path: Path) -> None:
-    """It would have no row in the model; transformers makes one."""
+    """transformers adds such a token, but the model has no row for it."""
     config = {**NAMES, "pad_token": "[PAD]", "additional_special_tokens": ["<|more|>"]}
     loaded = load_tokenizer(save_folder(tmp_path, tokenizer_config=config))
     assert (loaded.bos_token, loaded.pad_token, loaded.vocab_size) == ("<s>", None, 7)

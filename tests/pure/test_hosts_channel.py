@@ -1,4 +1,4 @@
-"""The connections between the hosts of a group: what arrives, who is refused, and who is missed when it dies."""
+"""The connections between the hosts of a group: what arrives, who is refused, how dead hosts are noticed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SILENT_SECONDS = 2.5
 
 @dataclass
 class Group:
-    """A leader on a free port, with what it said of its followers."""
+    """A leader on a free port, and what it reported about its followers."""
 
     address: tuple[str, int]
     leader: Leader
@@ -47,7 +47,7 @@ class Group:
         return thread
 
     def follower(self, host_id: int = 1, **values: Value) -> Follower:
-        """Not welcome yet: it has introduced itself."""
+        """A follower that has introduced itself and is not accepted yet."""
         follower = Follower(
             self.address,
             timeout_seconds=10,
@@ -83,7 +83,7 @@ def group_of(num_hosts: int = 2) -> Iterator[Group]:
 
 @contextmanager
 def joined() -> Iterator[tuple[Group, Follower]]:
-    """A leader and a follower that is welcome."""
+    """A leader and a follower that it has accepted."""
     with group_of() as group:
         gathering = group.gather()
         follower = group.follower()
@@ -324,7 +324,7 @@ def test_a_group_that_is_stopped_in_order_loses_nobody() -> None:
         stopping.start()
         wait_until(lambda: bool(group.stopped), 5)
         follower.close()
-        stopping.join(4)  # it does not wait longer than the follower takes
+        stopping.join(4)  # returns once the follower has left
         assert not stopping.is_alive()
         assert not group.lost
 
@@ -382,7 +382,7 @@ while True:
 
 @pytest.fixture
 def child() -> Iterator[tuple[Group, subprocess.Popen[bytes]]]:
-    """A follower in a process of its own, which gives back what it gets."""
+    """A leader's group and a follower process, which sends back the payloads it receives."""
     with group_of() as group:
         gathering = group.gather()
         process = subprocess.Popen([sys.executable, "-c", CHILD, str(group.address[1])])
@@ -407,7 +407,7 @@ def test_a_killed_process_is_missed_at_once(child: tuple[Group, subprocess.Popen
 def test_a_process_that_hangs_is_missed_within_seconds(
     child: tuple[Group, subprocess.Popen[bytes]], is_busy: bool
 ) -> None:
-    """Its machine still acknowledges what is sent to it, so that only the missing beats tell."""
+    """Its machine still acknowledges what is sent to it, so only the missing beats reveal the hang."""
     group, process = child
     os.kill(process.pid, signal.SIGSTOP)
     if is_busy:

@@ -1,4 +1,4 @@
-"""What host 0 agrees on with the others before and while they serve; the followers here are threads without jax."""
+"""What host 0 agrees on with the others before and while they serve; followers are threads without jax."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_all_hosts_plan_for_the_least_free_memory() -> None:
 
 
 class Programs:
-    """As many as there are numbers; remembers which were opened."""
+    """Stands in for an executor's programs; records which numbers were opened."""
 
     numbers = {"small": 4, "large": 5}
 
@@ -110,7 +110,7 @@ class Programs:
 
 
 class Led:
-    """What a group knows of an executor."""
+    """The parts of an executor that a group uses."""
 
     def __init__(self) -> None:
         self.programs = Programs()
@@ -146,7 +146,7 @@ def test_runs_and_swaps_reach_the_others_in_their_order() -> None:
 
 
 def read_as(follower: Follower, answer: dict[str, str]) -> dict[str, str]:
-    """Takes part in a reload; gives what host 0 asked for."""
+    """Answers host 0's request to read weights; returns what was asked for."""
     asked: dict[str, str] = json.loads(follower.expect(FrameKind.READ).payload)
     follower.send_text(FrameKind.READ, json.dumps(answer))
     return asked
@@ -158,7 +158,7 @@ def test_a_reload_begins_when_all_hosts_have_read_the_same_weights(files: ModelF
         asked = read_as(follower, {"fingerprint": fingerprint(files)})
         assert asked == {"model": "/new", "checkpoint_path": "", "revision": "r"}
         group.end_read(files)
-        assert follower.take(timeout_seconds=0.1) is None  # the swap comes with the device thread's
+        assert follower.take(timeout_seconds=0.1) is None  # the swap is announced later, by the device thread
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_is_given_beside_auto_counts_more() -> None:
 
 
 def test_variables_of_a_cluster_change_nothing_unless_they_are_asked_for() -> None:
-    """Several servers of one job may each serve a model of their own."""
+    """Several servers of one job may each serve a different model."""
     assert place(read(**SLURM, **LWS)) == ("", 1, None)
 
 

@@ -1,4 +1,4 @@
-"""Fill in the middle: `suffix` in completions becomes the prompt that each family of models was trained with."""
+"""Fill in the middle: `suffix` in completions becomes a prompt in the format of each model family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names_of(marks: Marks) -> list[str]:
 
 
 def byte_tokenizer(*specials: str) -> Tokenizer:
-    """Each byte is a token, as is each of the special tokens."""
+    """A tokenizer in which each byte is a token, as is each of the special tokens."""
     alphabet = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = tokenizers.Tokenizer(models.BPE({piece: place for place, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,7 +41,7 @@ def byte_tokenizer(*specials: str) -> Tokenizer:
 
 
 def spaced_tokenizer(marks: Marks, *, by_normalizer: bool) -> Tokenizer:
-    """Each character is a token. A space is put before every text, in one of the two ways that files do it."""
+    """A tokenizer of characters that puts a space before each text, in one of the two ways found in files."""
     pieces = ["<s>", "</s>", "<unk>", "▁", *"abcxyz☺", *names_of(marks)]
     vocab = {piece: place for place, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
@@ -93,7 +93,7 @@ def test_marks_in_the_texts_are_ordinary_text() -> None:
 @pytest.mark.parametrize("by_normalizer", [False, True])
 @pytest.mark.parametrize("marks", [CODE_LLAMA, CODESTRAL], ids=["code llama", "codestral"])
 def test_a_prefix_gets_the_tokenizers_space_and_a_suffix_does_not(marks: Marks, by_normalizer: bool) -> None:
-    """As the models' own libraries write it; the end that the tokenizer puts after a text is left out."""
+    """As in the models' own libraries; the end token that the tokenizer adds after a text is left out."""
     tokenizer = spaced_tokenizer(marks, by_normalizer=by_normalizer)
     before, after = [marks.prefix, "▁", "a", "▁", "b"], [marks.suffix, "x", "▁", "y"]
     wanted = [*after, *before] if marks.middle is None else [*before, *after, marks.middle]

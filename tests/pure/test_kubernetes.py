@@ -1,4 +1,4 @@
-"""One pod on Kubernetes, and Cloud Run: files that the API server would take, in step with levserve."""
+"""The files for one pod on Kubernetes and for Cloud Run: valid for the API server, in step with levserve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERLAYS = ("cpu", "nvidia", "tpu")
 CLOUD_RUN_STARTUP_SECONDS = 240
 CLOUD_RUN_STOP_SECONDS = 10
 VERSIONS = ("1.30", "1.37")
-"""The oldest release of Kubernetes that the files are for, and the newest that the schemas are there for."""
+"""The oldest Kubernetes release that the files support, and the newest that has schemas."""
 
 
 @pytest.fixture(params=OVERLAYS)

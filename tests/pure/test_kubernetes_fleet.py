@@ -1,4 +1,4 @@
-"""Many pods on Kubernetes: as many as the load needs, and what kustomize makes of the files."""
+"""Many pods on Kubernetes: as many as the load needs, and what kustomize builds from the files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MONITORING = FOLDER / "components" / "monitoring"
 DEVICES = ("cpu", "nvidia", "tpu")
 VERSIONS = ("1.30", "1.37")
 EXTENSIONS = {"ServiceMonitor", "InferencePool", "HTTPRoute", "LeaderWorkerSet"}
-"""Kinds that no schema is there for: tests assert their fields."""
+"""Kinds that have no schema: tests assert their fields."""
 
 
 @pytest.fixture
@@ -146,6 +146,6 @@ def test_kustomize_builds_what_these_tests_check(base: str, components: list[str
     for name in [
         resource["metadata"]["name"] for resource in expected.values() if resource["kind"] == "ConfigMap"
     ]:
-        output = re.sub(rf"\b{name}-[a-z0-9]{{10}}\b", name, output)  # a hash of what is in the map
+        output = re.sub(rf"\b{name}-[a-z0-9]{{10}}\b", name, output)  # strips the hash of the content
     found = {f"{one['kind']}/{one['metadata']['name']}": one for one in yaml.safe_load_all(output)}
     assert found == expected

@@ -1,4 +1,7 @@
-"""levserve behind Kubernetes' inference gateway: the pool, its endpoint picker and the route, whose kinds are extensions."""
+"""levserve behind Kubernetes' inference gateway: the pool, its endpoint picker and the route.
+
+The kinds of the pool and the route are extensions.
+"""
 
 from __future__ import annotations
 

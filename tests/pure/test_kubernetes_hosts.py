@@ -26,7 +26,7 @@ def hosts() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def templates(hosts: dict[str, Any]) -> list[Any]:
-    """Of host 0 and of the others."""
+    """The pod templates of host 0 and of the other hosts."""
     return templates_of(hosts["LeaderWorkerSet"])
 
 
@@ -63,7 +63,7 @@ def test_pods_and_other_resources_are_valid(
 
 @pytest.mark.parametrize("host_id", [0, 1])
 def test_the_sets_variables_become_levserves_settings(templates: list[Any], host_id: int) -> None:
-    """The set puts its variables before those of the template, so that these can refer to them."""
+    """LeaderWorkerSet puts its variables before those of the template, so that these can refer to them."""
     environ = {**LWS_VARIABLES, "LWS_WORKER_INDEX": str(host_id)}
     for variable in container_in(templates[host_id])["env"]:
         if "value" in variable:

@@ -1,6 +1,7 @@
-"""bench/load.py against a fake server that answers by rule: the name of the model a request asks for says what goes wrong.
+"""bench/load.py against a fake server: the model that a request names decides what goes wrong.
 
-A prompt's tokens are its words, and each answer has as many tokens as asked for, so every total can be worked out by hand.
+A prompt's tokens are its words, and each answer has as many tokens as asked for, so that every total can be
+worked out by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import prompts
 from tests.documents import commands
 
 TOTALS = {"requests": 6, "failures": 0, "prompt_tokens": 60, "output_tokens": 30, "tokens_per_delta": 1.0}
-GIVEN = ("--requests", "6", "--concurrency", "3", "--output-tokens", "5")  # prompts are given
+GIVEN = ("--requests", "6", "--concurrency", "3", "--output-tokens", "5")  # for tests that supply the prompts
 SMALL = (*GIVEN, "--prompt-tokens", "10")
 
 
@@ -52,7 +53,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> str:
 
 
 def good_answer(ask: dict[str, Any]) -> list[str]:
-    """Deltas, then one finish chunk, one usage chunk and [DONE]: the last three are what most rules change."""
+    """Deltas, then one finish chunk, one usage chunk and [DONE]; most rules change the last three."""
     num_tokens = ask["max_tokens"]
     deltas = [choice(f"word{i} ") for i in range(num_tokens)]
     return [
@@ -77,7 +78,7 @@ def chat_answer(ask: dict[str, Any]) -> list[str]:
 
 
 def whole_answer(ask: dict[str, Any]) -> dict[str, Any]:
-    """Of chat or completions; the words of all prompts are its prompt tokens."""
+    """A chat or completions answer in one piece; its prompt tokens are the words of all prompts."""
     asked = [ask["messages"][0]["content"]] if "messages" in ask else ask["prompt"]
     texts = asked if isinstance(asked, list) else [asked]
     choices = []
@@ -146,8 +147,8 @@ class FakeServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.callers: list[Any] = []  # a port for each connection
-        self.ready_statuses = [200]  # the last one stays
+        self.callers: list[Any] = []  # client addresses: one port per connection
+        self.ready_statuses = [200]  # the last one is repeated
         self.good_before_hang = 2
         self.is_hanging = threading.Event()
         self.release = threading.Event()
@@ -171,7 +172,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.server.keys.append(self.headers["Authorization"])
         self.server.callers.append(self.client_address)
         rule = ask.get("model", "")
-        with contextlib.suppress(ConnectionError):  # clients that lost patience
+        with contextlib.suppress(ConnectionError):  # the client gave up
             if rule == "busy":
                 self.send_plain(429, '{"error": {"message": "queue is full"}}')
             elif rule == "json":
@@ -394,9 +395,8 @@ def test_times_of_a_slow_stream_are_at_least_what_the_server_waited(run: Run) ->
     _, result = run("--model", "slow", "--requests", "2")
     latency = result["summary"]["latency_ms"]
     assert latency["TTFT"]["p50"] >= 20
-    assert (
-        latency["inter-token"]["p50"] == latency["delta gap"]["p50"] >= 15
-    )  # a delta that came late shortens the next gap
+    # Less than the server waited: a delta that comes late shortens the next gap.
+    assert latency["inter-token"]["p50"] == latency["delta gap"]["p50"] >= 15
     assert latency["request"]["p50"] >= 8 * 20  # five deltas, finish, usage, [DONE]
 
 
@@ -436,9 +436,8 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
-        mean**2, rel=0.15
-    )  # exponential: deviation = mean
+    # Exponential: the deviation equals the mean.
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)
     assert arrivals == [job.arrival_seconds for job in jobs.make_jobs(settings, "m")]
 
 
@@ -458,7 +457,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "chars", "expected"),
     [
-        (4, [9, 1, 1, 1], 1.0),  # a token a delta, whatever its length
+        (4, [9, 1, 1, 1], 1.0),  # one token per delta, whatever its length
         (64, [50, 50, 50, 50], 16.0),  # rounds of 16
         (33, [4, 64, 64], 16.0),  # one token, then rounds of 16
         (3, [2, 2, 2, 2], 1.0),  # more deltas than tokens: held-back text came late
@@ -481,7 +480,7 @@ def test_summary_of_rows_worked_out_by_hand() -> None:
     )
     assert (summary["wall_seconds"], summary["requests"], summary["failures"]) == (4.0, 3, 1)
     assert (summary["output_tokens_per_second"], summary["prompt_tokens_per_second"]) == (25.0, 10.0)
-    assert summary["requests_per_second"] == 0.5  # the one that failed does not count
+    assert summary["requests_per_second"] == 0.5  # the failed one does not count
     assert summary["tokens_per_delta"] == 25.0  # 100 tokens in 3 + 1 deltas
     assert summary["latency_ms"]["inter-token"] == pytest.approx(
         {"mean": 15.0, "p50": 10.0, "p90": 20.0, "p95": 20.0, "p99": 20.0, "max": 20.0}
@@ -559,7 +558,7 @@ def test_interrupt_prints_what_there_is(server: FakeServer) -> None:
     process = start_program(["--url", server.url, *SMALL, "--model", "hang", "--concurrency", "1"])
     assert server.is_hanging.wait(60)
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=20)  # cut off, not waited for: that takes 30
+    shown, _ = process.communicate(timeout=20)  # cut off, not waited for: that takes 30 s
     assert process.returncode == 130
     assert "interrupted when 2 of 6 requests had ended" in shown
     assert "output tokens           10" in shown
@@ -640,8 +639,8 @@ def test_failures_of_one_step_fail_the_sweep(server: FakeServer, run: Run) -> No
 def test_goodput_counts_requests_within_all_limits() -> None:
     rows = [
         figures.Row(0, 0.0, 0.0, 1.0, None, "", 1, 11, 0.1, 1.0, [0.05] * 10),
-        figures.Row(1, 0.0, 0.0, 1.0, None, "", 1, 11, 0.3, 1.0, [0.05] * 10),  # began late
-        figures.Row(2, 0.0, 0.0, 1.0, None, "", 1, 21, 0.1, 2.0, [0.3] * 10),  # 150 ms a token
+        figures.Row(1, 0.0, 0.0, 1.0, None, "", 1, 11, 0.3, 1.0, [0.05] * 10),  # first token too late
+        figures.Row(2, 0.0, 0.0, 1.0, None, "", 1, 21, 0.1, 2.0, [0.3] * 10),  # 150 ms per token
         figures.Row(3, 0.0, 0.0, 2.0, None, "", 1, 1, 0.1, 1.0, []),  # one token is never slow
         figures.Row(4, 0.0, 0.0, 0.1, "timeout", "no end"),
     ]

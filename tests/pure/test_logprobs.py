@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: numbers that JSON has, tokens that may share a text, ranks."""
+"""Log-probabilities as clients read them: numbers that JSON can hold, tokens that may share a text, ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from levserve.text.tokenizer import Tokenizer
 
 
 class Bytes:
-    """Token k is the byte k, so that those from 128 on are parts of characters and show alike."""
+    """Token k is byte k, so tokens from 128 on are parts of characters and have the same text."""
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])

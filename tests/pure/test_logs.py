@@ -1,4 +1,4 @@
-"""What the server says: a line a request, in words or in JSON, that no client can forge and that gives nothing away."""
+"""The server's log: one line per request, as text or JSON, without forged lines or secrets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def line_of(server: ServerProcess, request_id: str) -> dict[str, Any]:
 def ask(
     server: ServerProcess, request_id: str, body: Any, path: str = "/v1/completions", **headers: str
 ) -> dict[str, Any]:
-    """The line of a request that is answered."""
+    """The log line of a request, which must be answered."""
     server.ask("POST", path, body, **{"X-Request-Id": request_id}, **AUTHORIZED, **headers)
     return line_of(server, request_id)
 
@@ -157,7 +157,7 @@ def test_health_checks_and_files_of_the_page_are_not_told(server: ServerProcess)
 
 
 def test_no_header_and_no_path_can_forge_a_line(server: ServerProcess) -> None:
-    """The fixture reads every line when the tests are over; these are of our making alone."""
+    """The fixture checks all lines when the tests are over; this test sends what could forge one."""
     hostile = {"User-Agent": f"curl\t{FORGED}", "Referer": FORGED}
     assert (
         ask(server, "nowhere", None, f"/v1/{FORGED.replace(' ', '%20')}", **hostile)["path"]

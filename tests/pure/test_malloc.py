@@ -1,4 +1,4 @@
-"""When memory is given back to the system; tests/tiny/test_compiled.py sees that it is."""
+"""When memory is given back to the system; tests/tiny/test_compiled.py checks that it is."""
 
 from __future__ import annotations
 

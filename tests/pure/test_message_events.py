@@ -1,4 +1,4 @@
-"""A message that is streamed is the message that is answered whole, however its parts were cut."""
+"""A streamed message equals the message that is answered whole, however its parts were cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ arguments = st.dictionaries(texts, st.integers() | texts, max_size=2).map(lambda
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[Part]:
-    """What a reader may find in an answer, before it is cut into deltas."""
+    """The parts that a reader may find in an answer, before they are cut into deltas."""
     parts: list[Part] = []
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from(["content", "thought", "call"]), max_size=6)):
@@ -56,7 +56,7 @@ def answers(draw: st.DrawFn) -> list[Part]:
 
 @st.composite
 def cuts(draw: st.DrawFn, parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """The same parts, their texts cut anywhere, in as many deltas."""
+    """The same parts with their texts cut anywhere, spread over any number of deltas."""
     deltas: list[list[Part]] = [[]]
     for part in parts:
         pieces: list[Part] = [part]
@@ -80,7 +80,7 @@ def make_run(stops: Sequence[str] = (), warnings: Sequence[str] = ()) -> Run:
 
 
 def join_events(data: bytes) -> dict[str, Any]:
-    """The message that a client makes from the events, in the way of Anthropic's SDK."""
+    """The message that a client builds from the events, as Anthropic's SDK does."""
     message: dict[str, Any] = {}
     texts = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
     open_index: int | None = None

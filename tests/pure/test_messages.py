@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages over HTTP, with a device whose tokens one can work out by hand (see fake_device.py)."""
+"""Anthropic's /v1/messages over HTTP, with tokens that can be worked out by hand (see fake_device.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def app() -> Iterator[App]:
 
 
 def read_events(reply: TestResponse) -> list[dict[str, Any]]:
-    """The events of a stream; each has a line with its name, and data of that type."""
+    """The events of a stream; each event line must name the type of its data."""
     assert reply.status_code == 200, reply.text
     *events, rest = reply.text.split("\n\n")
     assert rest == ""
@@ -63,7 +63,7 @@ def chat_of(**fields: Any) -> MessageChat:
 
 
 def conversation_of(**fields: Any) -> list[dict[str, Any]]:
-    """The messages of the chat, as JSON has them, less what is left out."""
+    """The messages of the chat as JSON objects, without fields that are None."""
     messages = msgspec.to_builtins(chat_of(**fields).messages)
     return [{name: value for name, value in one.items() if value is not None} for one in messages]
 
@@ -290,10 +290,11 @@ class TestErrors:
             assert app.client.post(PATH, json=BODY, headers={header: f"{value}x"}).status_code == 401
 
     def test_a_failure_in_the_middle_of_a_stream_is_an_event(self) -> None:
+        # The fake device sends one token, then waits forever.
         waiting = {
             "messages": [{"role": "user", "content": "t6"}],
             "stream": True,
-        }  # for ever, after one token
+        }
         with serving() as app:
             end = threading.Timer(0.2, lambda: app.engine.begin_drain(time.monotonic()))
             end.start()

@@ -1,4 +1,4 @@
-"""Every metric moves by the right amount: tables of known traffic, read from the exposition as Prometheus reads it."""
+"""Every metric moves by the right amount under known traffic, as Prometheus reads the exposition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "levserve.json"
 
 
 def parse(text: str) -> dict[str, float]:
-    """Each sample of ours as name{label="value"}, without the process's own and without buckets."""
+    """Each sample's value by name{label="value"}, without histogram buckets."""
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -185,7 +185,7 @@ PICKER = {
 
 
 def read_router_page(text: str) -> dict[str, set[str]]:
-    """The labels of each sample."""
+    """The label names of each sample."""
     return {
         sample.name: set(sample.labels)
         for family in text_string_to_metric_families(text)
@@ -212,7 +212,7 @@ def test_a_router_sees_a_queue_at_once_and_is_counted(server: ServerProcess) -> 
     with server.connect() as router:
         router.send("GET", ROUTER)
         assert parse(router.receive().body.decode())['levserve_phase{phase="ready"}'] == 1
-        router.send("GET", ROUTER, **{"X-Request-Id": "mine"})  # which goes the usual way
+        router.send("GET", ROUTER, **{"X-Request-Id": "mine"})  # makes it take the usual path
         assert router.receive().headers["x-request-id"] == "mine"
         router.send("GET", ROUTER + "?x")
         assert router.receive().status == 200
@@ -238,7 +238,7 @@ def test_a_scrape_in_pieces_with_a_body_or_malformed_is_answered_as_any_other_re
     with_body = SCRAPE.replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n")
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as router:
         router.settimeout(20)
-        # One piece is answered at once, the others by a thread; the connection stays whole.
+        # The main loop answers a scrape in one piece, a thread the others; the connection stays usable.
         for pieces in ([SCRAPE], [first, rest], [with_body, b"{}"], [SCRAPE]):
             for piece in pieces:
                 router.sendall(piece)
@@ -249,7 +249,7 @@ def test_a_scrape_in_pieces_with_a_body_or_malformed_is_answered_as_any_other_re
 
 
 def read_answer(client: socket.socket) -> bytes:
-    """One whole answer, by its length."""
+    """One whole answer, read up to its Content-Length."""
     with client.makefile("rb") as file:
         lines = list(iter(file.readline, b"\r\n"))
         length = next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length"))
@@ -266,12 +266,12 @@ def test_the_routers_page_needs_a_key_where_metrics_need_one(is_open: bool) -> N
 
 
 class TestText:
-    """Our own writing of the page against prometheus_client's, which is slower and right."""
+    """Our own rendering of the page against prometheus_client's, the slower reference."""
 
     @pytest.fixture
     def metrics(self) -> Metrics:
         metrics = Metrics()
-        metrics.registry.unregister(metrics.process)  # whose values change by themselves
+        metrics.registry.unregister(metrics.process)  # its values change by themselves
         return metrics
 
     @staticmethod
@@ -326,7 +326,7 @@ def test_models_are_counted_as_they_come_and_go() -> None:
 
 
 def test_no_metric_is_left_out_of_the_tables() -> None:
-    """A family that is added must be read by a test, here or where what it counts is tested."""
+    """A new metric family must be read by a test, here or where what it counts is tested."""
     source = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
     names = {name.removeprefix("levserve_") for name in families_of(Metrics().render().decode())}
     assert [name for name in sorted(names) if not re.search(rf'(levserve_|metric\("){name}', source)] == []

@@ -1,4 +1,4 @@
-"""What a device lacks is said in words that a person can act on."""
+"""What a device lacks is reported in words that a person can act on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from levserve.device import missing
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of jax's plugins, in place of what is installed."""
+    """A folder of jax plugins that replaces the installed ones."""
     folder = tmp_path / "jax_plugins"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

@@ -1,4 +1,4 @@
-"""/generate and /generate_stream over a real gunicorn, with a device whose tokens one can work out by hand."""
+"""/generate and /generate_stream over a real gunicorn, with tokens that can be worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nginx in front, with the configuration that the repository offers. Left out where there is no nginx."""
+"""The server behind nginx, with the repository's configuration. Left out where there is no nginx."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def port(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Where nginx listens; its configuration is ours but for the two ports."""
+    """The port on which nginx listens; its configuration is ours except for the two ports."""
     folder = tmp_path_factory.mktemp("nginx")
     config = CONFIG.read_text()
     assert config.count("127.0.0.1:8000") == 1

@@ -1,4 +1,4 @@
-"""The description of the API: valid, complete, and true of what the server answers."""
+"""The description of the API: valid, complete, and true to what the server answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front door as browsers and other clients find it: which of them gets the page, with which headers, and without a key."""
+"""The root path: which clients get the page, without a key, and with which headers; others get JSON."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SPECIALS = ["<end>", "[T]", "[/T]"]
 
 
 def make_tokenizer() -> Tokenizer:
-    """Every byte, some tokens that reach over the ends of marks, and marks that are special tokens."""
+    """A tokenizer with every byte, tokens that cross the ends of marks, and marks that are special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *("".join(pair) for pair in MERGES)]
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, MERGES))
@@ -87,7 +87,7 @@ def allowed(matcher: Matcher) -> set[int]:
 
 
 def check(matcher: Matcher) -> None:
-    """`allows`, `mask` and `forced` say the same."""
+    """Checks that `allows`, `mask` and `forced` agree."""
     may_follow = allowed(matcher)
     assert may_follow == {token for token in range(ROWS) if matcher.allows(token)}
     forced = matcher.forced()
@@ -258,7 +258,7 @@ def test_what_is_allowed_masked_and_forced_agree_at_every_token(rule: Constraint
 
 
 def toy_tokenizer() -> Tokenizer:
-    """The tokens of the toy device: letters, marks, and tokens that reach over a mark's end."""
+    """The tokens of the toy device: letters, marks, and tokens that cross a mark's end."""
     merges = [("b", "b"), ("bb", "c"), ("c", "d"), ("d", "d")]
     texts = ["a", "b", "c", "d", "e", "f", "g", "bb", "bbc", "cd", "dd"]
     backend = tokenizers.Tokenizer(models.BPE({text: index for index, text in enumerate(texts)}, merges))

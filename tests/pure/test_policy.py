@@ -1,4 +1,4 @@
-"""What the operator decides about requests: how many tokens one may ask for, and how its client is told."""
+"""What the operator decides about requests: how many tokens one may ask for, and what its client is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priorities: what is more important is served first, and what is not is served all the same."""
+"""Priorities: important work is served first, and the rest is served all the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.pure.test_scheduler import Server, ask, expected_output, make
 
 
 def first_tokens(server: Server) -> list[str]:
-    """The order in which prompts are computed, until nothing is left to do."""
+    """Runs until nothing is left to do; returns the order in which prompts were computed."""
     order: list[str] = []
     while server.scheduler.has_work:
         order += [chunk.sequence.request.request_id for chunk in server.step().chunks if chunk.is_last]
@@ -78,7 +78,7 @@ def test_work_of_low_priority_ends_although_more_important_work_never_stops_comi
         server.submit(ask(f"low-{number}", (number,) * length, max_tokens, priority=1_000_000))
     names = [f"low-{number}" for number in range(num_waiting)]
     for number in range(400 * num_waiting):
-        while server.scheduler.num_waiting < num_waiting + 3:  # live work always waits
+        while server.scheduler.num_waiting < num_waiting + 3:  # so that live work is always waiting
             server.submit(ask(f"live-{number}-{server.scheduler.num_waiting}", (9, 9), 2))
         server.step()
         if all(server.finishes[name] for name in names):

@@ -18,7 +18,7 @@ from tests.fake_server import ServerProcess, completion
 
 SMALL = ("--max-running", "2", "--max-waiting", "2")
 AT_ONCE_SECONDS = 20
-"""On a machine of any speed, but before a drain's time is over."""
+"""Enough on a machine of any speed, but less than a drain's time."""
 
 
 def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:
@@ -85,7 +85,7 @@ def test_who_comes_during_a_drain_is_told_to_go_elsewhere_and_after_it_finds_nob
                     ) == (503, "10", "close")
         assert server.ask("GET", "/healthz").status == 200
         assert server.ask("GET", "/readyz").json["status"] == "draining"
-        streaming.close()  # the last one
+        streaming.close()  # the last request
         assert server.wait_exit() == 0
         with pytest.raises(ConnectionRefusedError):
             server.ask("GET", "/healthz")
@@ -96,7 +96,7 @@ def test_a_second_signal_ends_the_drain_but_not_the_same_one_heard_twice() -> No
         streaming = server.start_completion("t6", stream=True)
         events = streaming.stream()
         next(events)
-        # As timeout(1) does, and systemd by default for the group: both processes hear it from two sides.
+        # As with timeout(1) and, by default, systemd: the process and its whole group get the signal.
         server.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         server.send_signal(signal.SIGTERM, to_group=True)
@@ -133,7 +133,7 @@ def test_a_start_can_be_stopped_at_any_moment(seconds: float) -> None:
 
 
 def test_health_is_answered_before_anything_heavy_could_have_been_loaded() -> None:
-    """Within a second on a quiet machine; three are for a busy one, and for the first start that compiles modules to byte code."""
+    """Takes under 1 s on a quiet machine; 3 s allow for a busy one, or one that compiles bytecode first."""
     started = time.monotonic()
     with ServerProcess("--served-model-name", "endless", is_fresh=True) as server:
         server.log.wait_for(lambda line: "listening on" in line)
@@ -162,9 +162,8 @@ def test_clients_that_keep_their_connections_open_do_not_hold_up_the_exit() -> N
         clients = [server.start_completion("t3", max_tokens=2) for _ in range(8)]
         server.send_signal(signal.SIGTERM)
         assert [client.receive().status for client in clients] == [200] * 8
-        assert (
-            server.wait_exit() == 0
-        )  # 2 s for them all; one after the other would take 16, more than we wait
+        # All together take 2 s; one after the other they would take 16 s, which is more than we wait.
+        assert server.wait_exit() == 0
         for client in clients:
             client.close()
 

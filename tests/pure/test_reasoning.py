@@ -1,4 +1,4 @@
-"""Models that think: what their templates tell, and how thoughts are parted from answers."""
+"""Models that think: what their templates reveal, and how thoughts are separated from answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SPECIALS = [
 
 
 def make_tokenizer(template: str) -> Tokenizer:
-    """Every byte, and the marks of some families as special tokens."""
+    """A tokenizer with every byte, and the marks of some families as special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -236,7 +236,7 @@ def test_marks_that_are_special_tokens_are_seen_and_never_shown() -> None:
     tokens = tokenizer.encode("[THINK]ab[/THINK]c[/THINK]d<|im_end|>", add_special_tokens=False)
     choice, parts = choose("mistral", tokens, tokenizer)
     assert parts == (Thought("ab"), Content("cd"))
-    assert choice.num_thought_tokens == 4  # with both marks
+    assert choice.num_thought_tokens == 4  # both marks included
 
 
 def test_every_family_has_marks_that_its_signs_find() -> None:

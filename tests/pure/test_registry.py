@@ -1,4 +1,4 @@
-"""The registry alone, around a loader that one can hold: who is loaded, who waits, who goes, and what a failure tells."""
+"""The registry around a loader that tests can hold: loading, waiting, unloading, and reported failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resident(name: str, num_bytes: int = 0) -> Resident:
 
 
 class FakeLoader:
-    """`gate` holds every load; `loads` and `unloads` are what was done, `given` what each model was told it may take."""
+    """`gate` holds every load; `loads` and `unloads` record what was done, `given` what each may take."""
 
     def __init__(self) -> None:
         self.loads: list[str] = []
@@ -83,7 +83,7 @@ def stocked(loader: FakeLoader, **limits: int) -> Iterator[Registry]:
 
 
 def use(registry: Registry, name: str) -> None:
-    """As a request does it: borrows, waits, and gives back."""
+    """Uses a model as a request does: borrows it, waits for it, and gives it back."""
     with registry.borrow(name) as handle:
         assert handle.wait(PATIENCE)
         assert handle.model.name == name
@@ -160,7 +160,7 @@ def test_no_more_models_are_loaded_than_may_be(loader: FakeLoader) -> None:
 def test_a_model_gets_an_equal_share_of_what_is_left(loader: FakeLoader) -> None:
     for registry in stocked(loader, budget=200, max_loaded=3):
         use(registry, "b")
-        assert loader.given["b"] == 40 + (200 - 80) // 2  # one more may come
+        assert loader.given["b"] == 40 + (200 - 80) // 2  # one more may be loaded
         use(registry, "c")
         assert loader.given["c"] == 40 + (200 - 120)
 
@@ -175,8 +175,8 @@ def test_what_somebody_uses_is_never_unloaded(registry: Registry, loader: FakeLo
         with pytest.raises(Conflict, match="'b' has 1 requests running or waiting"):
             registry.unload("b")
         assert loader.unloads == []
-    use(registry, "c")  # at once: nothing was wrong with the model
-    assert loader.unloads == ["b"]  # which was given back before a
+    use(registry, "c")  # at once, as nothing was wrong with the model
+    assert loader.unloads == ["b"]  # b was given back before a
 
 
 def test_a_model_that_never_fits_is_refused_with_the_sum(registry: Registry, loader: FakeLoader) -> None:

@@ -1,4 +1,4 @@
-"""A stream whose middle is sent by the thread that brings its tokens: its client must not be able to tell."""
+"""A stream whose middle is sent by the thread that delivers its tokens: its client must see no difference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BODY = ChatBody(model="toy", messages=[Message(role="user", content="t1")], stre
 
 
 class Wire:
-    """A stream over a pair of sockets, from the device's end to the client's; gunicorn's part is played by `write`."""
+    """A stream over a socket pair, from the device's end to the client's; `write` plays gunicorn's part."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Wire:
         self.ours.sendall(b"0\r\n\r\n")
 
     def read(self, size: int = 2**16, pause: Callable[[], None] = lambda: None) -> list[str]:
-        """The events and comments of the answer, read so many bytes at a time."""
+        """The events and comments of the answer, read `size` bytes at a time."""
         with http.client.HTTPResponse(self.clients) as response:
             response.begin()
             body = b""
@@ -81,7 +81,7 @@ class Wire:
 
 @contextmanager
 def wired(spell: Callable[[int], bytes], **options: object) -> Iterator[tuple[Wire, ThreadPoolExecutor]]:
-    """The wire, and threads for its two ends, which a test that fails leaves none of."""
+    """The wire, and threads for its two ends, which end even if a test fails."""
     wire = Wire(spell, **options)  # type: ignore[arg-type]
     with ThreadPoolExecutor(2) as pool, closing(wire.ours), closing(wire.clients):
         try:
@@ -93,7 +93,7 @@ def wired(spell: Callable[[int], bytes], **options: object) -> Iterator[tuple[Wi
 
 
 def text_of(events: Sequence[str]) -> str:
-    """What a chat's events say, which must begin with the role, name one end and be done."""
+    """The text of a chat's events, which must begin with the role, name one end and be done."""
     opening, *middle, ending, done = [event for event in events if not event.startswith(":")]
     assert json.loads(opening.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
     assert json.loads(ending.removeprefix("data: "))["choices"][0]["finish_reason"] is not None
@@ -137,13 +137,13 @@ def test_a_streams_own_thread_sends_only_its_first_and_last_words() -> None:
 
 
 def test_nothing_is_sent_before_the_head_of_the_answer() -> None:
-    """The first tokens make no whole character: there is nothing to send the head with."""
+    """The first tokens make no whole character, so there is nothing to send with the head."""
     parts = "é".encode(), b" there"
     with wired(lambda token: parts[0][token : token + 1] if token < 2 else parts[1]) as (wire, pool):
         written, answer = pool.submit(wire.write), pool.submit(wire.read)
         for token in range(3):
             wire.tokens.put(0, TokenBatch((token,)))
-            time.sleep(0.01)  # so that the stream's thread waits for the next
+            time.sleep(0.01)  # so that the stream's thread waits for the next token
         wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
         written.result(20)
         assert text_of(answer.result(20)) == "é there"
@@ -165,7 +165,7 @@ def test_signs_of_life_come_when_nothing_was_relayed_for_long() -> None:
         for _ in range(20):
             wire.tokens.put(0, TokenBatch((0,)))
             time.sleep(0.02)
-        wait_until(lambda: wire.num_written >= 3)  # the first text, and two signs
+        wait_until(lambda: wire.num_written >= 3)  # the first text, and two signs of life
         wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
         written.result(20)
         events = answer.result(20)
@@ -206,7 +206,7 @@ def test_a_client_that_has_gone_ends_the_stream_where_every_write_to_it_fails() 
 
 
 def test_a_reader_that_is_not_woken_has_lent_its_things_and_gets_them_back() -> None:
-    """Two threads with one set of things: never both at once."""
+    """The writer runs `carry` while the reader waits; the two threads never work at the same time."""
     stream = TokenStream(["0"], lambda *told: None)
     users: list[str] = []
 

@@ -1,4 +1,7 @@
-"""Models in stores: what is fetched, kept, resumed, checked and cleared; real client libraries against servers on loopback."""
+"""Models in stores: what is fetched, kept, resumed, checked and cleared.
+
+Real client libraries run against servers on loopback.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_bytes(size: int) -> bytes:
-    """Random, but for the end: the emulated store drops a line's end there."""
+    """Random bytes and a final dot: the emulated store would drop a line break at the end."""
     return os.urandom(size - 1) + b"."
 
 

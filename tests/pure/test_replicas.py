@@ -1,6 +1,6 @@
-"""Three replicas behind nginx with the configuration that the repository offers: who is asked, and what a lost one costs.
+"""Three replicas behind nginx with the repository's configuration: which one is asked, what losing one costs.
 
-Left out where there is no nginx. The replicas are real servers around a parrot, which takes 2 ms for each byte.
+Left out where there is no nginx. The replicas are real servers around a parrot that takes 2 ms per byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.nginx
 
 
 class Fleet:
-    """Three servers that keep their ports, and the nginx before them."""
+    """Three servers that keep their ports over restarts, and the nginx in front of them."""
 
     def __init__(self, folder: Path) -> None:
         self.ports = [free_port() for _ in range(3)]
@@ -68,7 +68,7 @@ class Fleet:
             return client.receive()
 
     def chat(self, *words: str) -> Reply:
-        """The turns of a talk so far, the user's and the answers."""
+        """Asks with the turns of a talk so far, alternately the user's and the assistant's."""
         roles = ("user", "assistant")
         turns = [{"role": roles[place % 2], "content": text} for place, text in enumerate(words)]
         return self.ask("POST", "/v1/chat/completions", {"model": "toy", "messages": [SYSTEM, *turns]})
@@ -84,7 +84,7 @@ class Fleet:
         return next(place for place in range(3) if self.num_asked()[place] > before[place])
 
     def fill(self, place: int) -> Client:
-        """Gives a replica as much to do as it takes; to be closed."""
+        """Fills a replica up to its limits; the caller closes the client to free it."""
         before = self.num_asked()[place]
         client = self.servers[place].start_completion("x" * 3000, n=ROOM, max_tokens=1000)
         wait_until(lambda: self.num_asked()[place] == before + ROOM)
@@ -108,7 +108,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def test_the_simulated_ring_is_nginx_own(fleet: Fleet) -> None:
-    """bench/fleet.py sends talks where nginx does, or its check against a real run would compare other loads."""
+    """bench/fleet.py must send talks where nginx does, or its check would compare different loads."""
     ring = Ring([f"127.0.0.1:{port}" for port in fleet.ports])
     for number in range(8):
         body = json.dumps({"model": "toy", "messages": [SYSTEM, {"role": "user", "content": str(number)}]})
@@ -189,7 +189,7 @@ class Asked:
 
 @dataclass
 class Clients:
-    """Ask one after another, each in its own talk, half of them for streams; every answer must be whole."""
+    """Each client sends one request after another, half of them streamed; every answer must be whole."""
 
     port: int
     asked: list[Asked] = field(default_factory=list)
@@ -267,5 +267,5 @@ def test_a_rolling_restart_under_load_loses_nothing(fleet: Fleet) -> None:
             assert fleet.servers[place].wait_exit() == 0
             clients.wait_for_more(NUM_CLIENTS)
             fleet.start_again(place)
-        wait_until(lambda: all(fleet.num_asked()))  # the new ones are asked too
+        wait_until(lambda: all(fleet.num_asked()))  # the restarted servers are asked too
     assert clients.failures() == []

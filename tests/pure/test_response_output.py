@@ -80,7 +80,7 @@ def read(data: bytes) -> list[Any]:
 
 
 def build(deltas: list[Delta]) -> list[Any]:
-    """The items of the same answer that is not streamed."""
+    """The items of the same answer when it is not streamed."""
     output = Output(Choice(MODEL.tokenizer.detokenizer(), StopStrings(())), MODEL.tokenizer)
     for delta in deltas:
         list(output.add(delta))

@@ -1,4 +1,4 @@
-"""The store of responses: bounded, owned, safe with many threads, and kept in files."""
+"""The store of responses: bounded, owned, thread-safe, and kept in files."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class TestFiles:
         folder = tmp_path / "responses"
         whole = (folder / "good.json").read_bytes()
         (folder / "half.json").write_bytes(whole[:40])
-        (folder / "other.json").write_bytes(whole)  # the name does not fit what it holds
+        (folder / "other.json").write_bytes(whole)  # its name does not match its content
         (folder / "bytes.json").write_bytes(b"\xff\xfe")
         (folder / "deep.json").write_bytes(b"[" * 100_000)
         (folder / "empty.json").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""/v1/responses over the application: what is honoured and refused, the events of a stream, going on from a response."""
+"""/v1/responses over the application: what is honoured or refused, stream events, continuing a response."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def app() -> Iterator[App]:
 
 @pytest.fixture(scope="module")
 def parrot() -> Iterator[App]:
-    """Repeats its prompt, in which it finds thoughts."""
+    """An app whose model repeats its prompt, in which the server finds thoughts."""
     with serving(make_device=ThinkingParrot) as app:
         yield app
 
@@ -53,7 +53,7 @@ def stream(app: App, **fields: Any) -> list[Any]:
 
 
 def read_events(reply: TestResponse) -> list[Any]:
-    """The data of the events; each must have its own type in its event line, and the next number."""
+    """The data of the events; each event line must name the type, and numbers must ascend by one."""
     events = []
     for number, block in enumerate(reply.text.removesuffix("\n\n").split("\n\n")):
         name, data = block.split("\n")
@@ -73,7 +73,7 @@ def text_of(response: Any) -> str:
 
 
 def without_ids(value: Any) -> Any:
-    """Two responses to one request differ in these alone."""
+    """The value without the fields in which two responses to one request differ."""
     if isinstance(value, dict):
         own = ("id", "item_id", "created_at", "completed_at", "previous_response_id")
         return {name: without_ids(one) for name, one in value.items() if name not in own}
@@ -449,7 +449,7 @@ class TestThoughts:
         assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
         assert message["content"][0]["text"] == "yes"
         assert [one["token"] for one in message["content"][0]["logprobs"]] == ["y", "e", "s"]
-        num_thought = len(">hm</think>")  # of the opening mark, the token that completes it
+        num_thought = len(">hm</think>")  # of the opening mark, only the last token counts
         assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": num_thought}
         assert without_ids(stream(parrot, **fields)[-1]["response"]) == without_ids(response)
 

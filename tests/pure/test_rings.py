@@ -1,4 +1,4 @@
-"""The rings of tests: a test belongs to the ring whose folder it sits in, and the first ring imports no jax."""
+"""The rings of tests: a test belongs to the ring whose folder it is in, and the first ring imports no jax."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STOP = 7
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake device samples after `tokens`: a walk through 0..12 that repeats itself, and turns elsewhere now and then."""
+    """The fake device's sample after `tokens`: a repeating walk through 0..12 that shifts every 12 tokens."""
     return (tokens[-1] * 5 + len(tokens) // 12) % 13
 
 
@@ -81,7 +81,7 @@ class FakeRounds:
         return chunks, rows
 
     def _run_drafted(self, row: Row) -> Sampled:
-        """Turns of a draft model that is wrong about every fifth position."""
+        """Runs the turns of a draft model that is wrong at every fifth position."""
         assert self.speculation is not None and row.position == len(row.sequence.tokens) - 1
         sequence, tokens = row.sequence, list(row.sequence.tokens)
         num_drafted = 0
@@ -118,7 +118,7 @@ class FakeRounds:
         self.kv[pages[position // self.page_size], position % self.page_size] = token
 
     def _sample(self, sequence: Sequence, length: int) -> int:
-        """Attends to everything before it: a page given to two sequences would show, and so would a wrong draft in a shared one."""
+        """Attends to all before it; a page given to two sequences or a wrong draft in a shared one shows."""
         places = (divmod(position, self.page_size) for position in range(length))
         seen = [self.kv[sequence.pages[page], offset] for page, offset in places]
         prompt = sequence.request.prompt
@@ -128,7 +128,7 @@ class FakeRounds:
 
 @dataclass
 class Server:
-    """Plans one round ahead, as the device loop does; or reads first, as that does with drafts."""
+    """Plans one round ahead, as the model loop does, or reads first, as that does with drafts."""
 
     scheduler: Scheduler
     reads_first: bool = False
@@ -195,7 +195,7 @@ def make(
 
 
 def eager(num_draft: int, max_rows: int = 8, num_turns: int = 0) -> Speculation:
-    """Drafts as long as it gains, because nobody tells it what that costs."""
+    """Speculation that drafts as long as it gains, because the cost of checking is never reported."""
     speculation = Speculation(num_draft, num_turns)
     speculation.max_rows = max_rows
     for num_rows in range(1, max_rows + 1):
@@ -341,7 +341,7 @@ def test_tokens_survive_a_preemption_and_the_order_holds() -> None:
 def test_a_sequence_preempted_while_its_draft_is_checked_keeps_the_tokens_and_begins_again() -> None:
     server = make(num_pages=4, num_slots=2, steps=4, speculation=eager(4))
     server.submit(ask("old", (1, 2, 3, 4), 12))
-    server.submit(ask("young", (0, 0, 0), 9))  # is followed by zeros, as drafted
+    server.submit(ask("young", (0, 0, 0), 9))  # continues with zeros, as drafted
     server.reads_first = True
     while server.in_flight is None or not any(row.draft for row in server.in_flight[0].rows):
         server.step()
@@ -439,7 +439,7 @@ def test_a_request_larger_than_the_pool_does_not_fit() -> None:
 
 
 def poison(server: Server, request: GenerationRequest) -> list[int]:
-    """Makes what is in flight for a request not finite; gives its pages, none if nothing is in flight."""
+    """Poisons a request's results in the in-flight round; returns its pages, none if it is not in flight."""
     if server.in_flight is None:
         return []
     plan, chunks, rows = server.in_flight
@@ -499,7 +499,7 @@ def test_ending_everything_leaves_nothing() -> None:
 
 @st.composite
 def speculations(draw: st.DrawFn) -> Speculation | None:
-    """None, drafts of the text so far, or a draft model that is used for no more than some rows."""
+    """None, or drafts from the text so far or by a model, in rounds of up to some number of rows."""
     num_draft = draw(st.integers(0, 4))
     if not num_draft:
         return None

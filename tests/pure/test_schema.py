@@ -388,6 +388,6 @@ for number in range(16):
 
 
 def test_first_bodies_that_come_together_do_not_crash_the_process() -> None:
-    """msgspec makes up its mind about a type when it first meets it, and not two threads may be there: one start in six crashed."""
+    """msgspec analyses a type on its first use, which is not thread-safe: one start in six crashed."""
     processes = [subprocess.Popen([sys.executable, "-c", FIRST_BODIES]) for _ in range(6)]
     assert [process.wait(timeout=60) for process in processes] == [0] * 6

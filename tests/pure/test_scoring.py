@@ -1,4 +1,4 @@
-"""Scoring continuations: their sums, their tokens, and how a text is split where one ends and the other begins."""
+"""Scoring continuations: their sums, their tokens, and where a text is split into prompt and continuation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_many_pairs_are_computed_as_rows_become_free(app: App) -> None:
 
 def test_an_empty_prompt_is_the_bos_token(app: App) -> None:
     reply = app.post(PATH, pairs(["", "  "], ["</s> t3", "</s> t3"]))
-    assert reply.json == {"ll": [-1.0, -1.0]}  # after <s> come </s> and t3, as the vocabulary has it
+    assert reply.json == {"ll": [-1.0, -1.0]}  # in the vocabulary, <s> is followed by </s> and t3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_time_that_runs_out_is_an_error_and_not_half_a_sum() -> None:
 
 
 def make_tokenizer(*, bos: str | None) -> Tokenizer:
-    """Bytes with spaces kept at the front of words, as most models have it; " ab" and "ab" are single tokens."""
+    """A tokenizer that keeps spaces at the front of words, as most do; " ab" and "ab" are single tokens."""
     vocabulary = {
         token: number for number, token in enumerate(["a", "b", "c", "Ġ", "ab", "Ġab", "Ġa", "<s>"])
     }
@@ -121,13 +121,14 @@ def make_tokenizer(*, bos: str | None) -> Tokenizer:
     "prompt, continuation, pair",
     [
         ("c", " ab", Pair([7, 2, 5], 2)),
-        ("c ", "ab", Pair([7, 2, 5], 2)),  # the space goes to the continuation, which it is one token with
+        ("c ", "ab", Pair([7, 2, 5], 2)),  # the space moves to the continuation, with which it is one token
         ("c", "ab", Pair([7, 2, 4], 2)),
+        # Joined, "ab" is one token; the prompt keeps as many tokens as it has alone.
         (
             "a",
             "bc",
             Pair([7, 4, 2], 2),
-        ),  # joined, "ab" is one token; as many as the prompt has alone are its own
+        ),
         ("", " ab", Pair([7, 5], 1)),
         ("  ", "ab", Pair([7, 3, 5], 1)),
     ],

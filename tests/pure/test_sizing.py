@@ -209,9 +209,9 @@ def test_free_memory_is_a_sensible_number() -> None:
 def test_mapped_weights_are_not_free_although_linux_could_read_them_again(
     group: dict[str, str], free: float, tmp_path: Path
 ) -> None:
-    """Of 10,000 kB that are available, 1,000 are mapped; a control group counts all of them, some or none.
+    """Of 10,000 kB available, 1,000 are mapped files; a control group counts all of them, some or none.
 
-    Files that nobody maps are given back. The process's own group may be below the first.
+    Linux reclaims files that no process maps. The process's own group may be below the first.
     """
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("5:memory:/b\n0::/a\n")

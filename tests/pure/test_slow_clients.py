@@ -1,4 +1,4 @@
-"""Clients that are silent, slow, stuck or many: each costs a place in the poller for some seconds, and nobody else notices."""
+"""Silent, slow, stuck or many clients: each costs a poller place for some seconds and disturbs no other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CROWD = 40
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-BIG = json.dumps(
-    {"messages": [{"role": "user", "content": "x" * 600_000}]}
-).encode()  # more than the kernel keeps for a reader
+# More than the kernel buffers for a reader.
+BIG = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode()
 LIMITS = ("--header-timeout", "1.5", "--body-timeout", "1.5", "--send-timeout", "1.5")
-NUM_THREADS = 2 + 2 + 0 + 16  # rows, requests that wait, WebSockets, and the spare ones
+NUM_THREADS = 2 + 2 + 0 + 16  # rows, requests that wait, WebSockets, and spare threads
 NUM_QUEUED = 64
 
 
@@ -36,7 +35,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def patient_server() -> Iterator[ServerProcess]:
-    """The limits as they are unless someone changes them."""
+    """A server with the default time limits."""
     with ServerProcess(
         "--max-running", "2", "--max-waiting", "2", "--max-sockets", "0", "--served-model-name", "talkative"
     ) as process:
@@ -45,7 +44,7 @@ def patient_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(server: ServerProcess) -> Iterator[None]:
-    """Descriptors are back and the log has no traceback when a test's clients are gone."""
+    """After each test, all descriptors are closed and the log has no traceback."""
     server.ask("GET", "/healthz")
     wait_until(lambda: server.num_connections() == 0)
     before = num_files(server)
@@ -98,7 +97,7 @@ def metric(server: ServerProcess, name: str, **labels: str) -> float:
 
 
 def check_speed(server: ServerProcess, *paths: str) -> None:
-    """Within a tenth of a second. A busy machine delays some answers; a server whose threads are stuck delays all."""
+    """A quarter of the answers must take under 0.1 s: a busy machine delays some, stuck threads delay all."""
     seconds = []
     for path in paths * 8:
         started = time.monotonic()
@@ -163,7 +162,7 @@ def test_a_crowd_that_stays_after_the_last_answer_disturbs_nobody_and_is_closed(
 
 
 def test_what_a_client_sends_after_its_answer_does_not_destroy_it(server: ServerProcess) -> None:
-    """Unread bytes make the kernel reset a connection that is closed, and throw away what the client has yet to read."""
+    """A close with unread bytes resets the connection, and the kernel drops what the client has not read."""
     with open_socket(server, HEAD + b"Content-Length: 9999999\r\n\r\n" + b"x" * 100_000) as client:
         for _ in range(5):
             time.sleep(0.02)
@@ -201,7 +200,7 @@ def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_th
 ) -> None:
     server = patient_server
     with ExitStack() as held:
-        # An answer of a megabyte that needs no place in the queue, so that every thread can be held by one.
+        # An answer of a megabyte that needs no place in the queue, so that each one can hold a thread.
         stuck = held.enter_context(
             crowd(server, b"GET /tokenizer_info HTTP/1.1\r\nHost: x\r\n\r\n", NUM_THREADS, is_small=True)
         )
@@ -209,9 +208,8 @@ def test_when_no_thread_is_free_health_is_answered_and_the_rest_is_refused_by_th
         waiting = held.enter_context(
             crowd(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", NUM_QUEUED + 1)
         )
-        wait_until(
-            lambda: metric(server, "refused_total", reason="threads_full") == 1
-        )  # so the others are in the queue
+        # One is refused, so the others are in the queue.
+        wait_until(lambda: metric(server, "refused_total", reason="threads_full") == 1)
         check_speed(server, "/healthz", "/readyz", "/metrics")
         refused = server.complete("t17")
         assert (refused.status, refused.headers["retry-after"], refused.headers["connection"]) == (
@@ -262,9 +260,8 @@ def test_a_reader_that_takes_its_answer_in_sips_is_cut_when_the_requests_time_is
         with open_socket(server, post("/apply_template", BIG), is_small=True) as client:
 
             def sip() -> bool:
-                time.sleep(
-                    0.008
-                )  # so that all of it takes longer than the request may, on a quick machine too
+                # So that reading takes longer than the request may, even on a fast machine.
+                time.sleep(0.008)
                 with suppress(ConnectionError):
                     client.recv(4096)
                 return metric(server, "connections_cut_total", reason="request") == 1

@@ -1,4 +1,4 @@
-"""bench/soak.py sees damage where there is some."""
+"""bench/soak.py detects damage where there is some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The WebSocket over a real gunicorn, with simple-websocket's own client and a device whose tokens one can work out by hand."""
+"""The WebSocket over a real gunicorn, with simple-websocket's client and tokens one can work out by hand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def server(shared: ServerProcess) -> ServerProcess:
 
 
 class TidyClient(Client):  # type: ignore[misc]
-    """The library forgets the socket of a client that is refused."""
+    """Closes the socket of a client that is refused, which the library forgets to do."""
 
     def handshake(self) -> None:
         try:
@@ -79,7 +79,7 @@ class TidyClient(Client):  # type: ignore[misc]
 
 
 class Socket:
-    """A WebSocket whose receiving fails after a while; it waits for a place that is soon given back."""
+    """A WebSocket whose receiving times out; connecting is repeated until there is a free place."""
 
     def __init__(self, server: ServerProcess, **headers: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -102,7 +102,7 @@ class Socket:
         return str(message)
 
     def answer(self) -> list[dict[str, Any]]:
-        """The frames of one answer, less its [DONE]."""
+        """The frames of one answer, without its [DONE]."""
         frames = []
         while (frame := self.receive()) != "[DONE]":
             frames.append(json.loads(frame))
@@ -113,13 +113,13 @@ class Socket:
         return self.answer()
 
     def wait_close(self) -> int:
-        """The reason that the server gives."""
+        """The close code that the server sends."""
         with pytest.raises(ConnectionClosed) as closed:
             self.receive()
         return int(closed.value.reason)
 
     def vanish(self) -> None:
-        """Hangs up without a word."""
+        """Hangs up without a close frame."""
         self._client.sock.shutdown(socket.SHUT_RDWR)
         self.close()
 
@@ -140,7 +140,7 @@ def opened(server: ServerProcess, **headers: str) -> Iterator[Socket]:
 
 
 def knock(server: ServerProcess, path: str = "/v1/ws", **headers: str) -> Reply:
-    """The answer to an upgrade request; a socket that opens is left again."""
+    """The answer to an upgrade request; a socket that opens is closed again."""
     with server.connect() as client:
         client.send("GET", path, **(UPGRADE | headers))
         return client.receive()
@@ -176,9 +176,8 @@ def test_the_frames_are_the_chunks_of_the_stream(
     server: ServerProcess, path: str, body: dict[str, Any]
 ) -> None:
     def by_choice(chunk: dict[str, Any]) -> list[int]:
-        return [choice["index"] for choice in chunk["choices"]] or [
-            99
-        ]  # the order of choices among each other is chance
+        # The order of choices among each other is arbitrary.
+        return [choice["index"] for choice in chunk["choices"]] or [99]
 
     with opened(server) as ws:
         frames = without_names(ws.ask(path, body))
@@ -226,7 +225,7 @@ def test_a_mistake_is_told_and_the_socket_stays_open(
         assert ws.ask("/v1/completions", completion("t17", max_tokens=1))[0]["choices"][0]["text"] == " t18"
 
 
-@pytest.mark.parametrize("prompt", ["t4", "t6"])  # the first gets no token, the second one
+@pytest.mark.parametrize("prompt", ["t4", "t6"])  # t4 gets no token, t6 one
 def test_a_cancel_frees_the_sequence_and_the_socket(server: ServerProcess, prompt: str) -> None:
     with opened(server) as ws:
         ws.send(completion(prompt) | {"path": "/v1/completions", "id": "mine"})
@@ -282,10 +281,11 @@ def test_too_many_sockets_are_refused_before_the_upgrade(server: ServerProcess) 
 
 
 def test_an_oversize_message_closes_the_socket_with_1009(server: ServerProcess) -> None:
+    # The second message has fewer characters than the limit, but more bytes.
     for message in (
         "t17 " * 10_000,
         "ü" * 3000,
-    ):  # the second has fewer characters than the limit and more bytes
+    ):
         with opened(server) as ws:
             ws.send(message)
             assert ws.wait_close() == 1009
@@ -324,7 +324,7 @@ def test_who_may_open_a_socket_is_decided_before_the_upgrade(
 ) -> None:
     replies: list[Any] = []
 
-    def has_room() -> bool:  # sockets that other tests left give their places back a little later
+    def has_room() -> bool:  # sockets of other tests free their places a little later
         replies.append(knock(server, **headers))
         return bool(replies[-1].status != 503)
 
@@ -365,7 +365,7 @@ def test_sockets_leave_no_threads_and_no_descriptors(server: ServerProcess) -> N
     for number in range(20):
         use(number)
     wait_until(lambda: count()[1] <= descriptors)
-    assert count()[0] <= threads + 2  # of gunicorn's pool, which may still grow
+    assert count()[0] <= threads + 2  # gunicorn's thread pool may still grow
 
 
 def test_a_drain_ends_idle_sockets_with_1001_and_lets_requests_finish() -> None:

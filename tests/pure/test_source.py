@@ -1,4 +1,4 @@
-"""What `--model` may name, and how a model is fetched from the Hugging Face Hub (a small one run here)."""
+"""What `--model` may name, and how a model is fetched from the Hugging Face Hub, here a small local one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_choosing_a_model_does_not_import_jax() -> None:
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """Serves the llama folder as org/llama, in the few answers of the Hub's protocol that a download takes."""
+    """Serves the llama folder as org/llama, with the parts of the Hub's protocol that a download needs."""
 
     files = {path.name: path.read_bytes() for path in (GOLDEN / "llama").iterdir()} | {
         "pytorch_model.bin": b"x",

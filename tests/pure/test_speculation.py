@@ -13,7 +13,7 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def draft_of(tokens: list[int]) -> list[int]:
-    """What followed the latest occurrence of the longest end that occurred before, by looking everywhere."""
+    """What followed the latest earlier occurrence of the longest suffix that has one, by full search."""
     for size in NGRAMS:
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
@@ -57,7 +57,10 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token(draft: list[int], more:
 
 
 def share_checked(speculation: Speculation, accepted: float, cost: float, num_rounds: int = 400) -> float:
-    """Of rounds of two rows in which every step accepts so many tokens, and checking costs so many times a plain step."""
+    """The share of two-row rounds in which drafts are checked.
+
+    Every step accepts `accepted` tokens, and checking costs `cost` plain steps.
+    """
     checked = 0
     for _ in range(num_rounds):
         is_verify = speculation.pays(2)

@@ -20,7 +20,7 @@ def feed(stops: StopStrings, pieces: Sequence[str]) -> str:
 
 
 def first_match(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """The rule as its docstring says it: complete first, then longest."""
+    """The rule in `StopStrings`: the stop string that is complete first wins, then the longest."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:

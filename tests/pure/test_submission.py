@@ -1,4 +1,4 @@
-"""From a body to the engine's sequences: every field arrives in our words, and nothing that does not fit gets through."""
+"""From a body to the engine's sequences: every field is translated, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_stop_tokens_that_must_be_listed_are_left_to_the_choice(
         ("t17 t18", [17, 18], (0, 3)),
         ([17, 18], [17, 18], (0, 3)),
         ("<s> t17", [1, 17], (0, 0)),
-        ("t17", [17, 18, 19], (0, 3, 3)),  # a tokenizer that makes more of a text than it is
+        ("t17", [17, 18, 19], (0, 3, 3)),  # a tokenizer whose tokens spell more than the text
     ],
 )
 def test_offsets_of_an_echo_never_pass_its_end(

@@ -52,7 +52,7 @@ class Systemd:
             assert time.monotonic() < deadline, f"no {wanted}, but {self.heard}"
 
     def wait_for_silence(self, seconds: float) -> None:
-        """Until nothing has come for so long."""
+        """Waits until nothing has come for `seconds`."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         self._socket.settimeout(seconds)
         with suppress(TimeoutError):
@@ -74,7 +74,8 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 def test_a_server_tells_of_its_start_its_readiness_and_its_end(systemd: Systemd) -> None:
     with ServerProcess(environ=systemd.environ) as server:
         systemd.wait_for("READY=1")
-        client = server.start_completion("t3", max_tokens=3)  # it waits for the drain and shows signs of life
+        # This request waits for the drain, and the device shows signs of life.
+        client = server.start_completion("t3", max_tokens=3)
         systemd.wait_for("WATCHDOG=1")
         server.send_signal(signal.SIGTERM)
         assert client.receive().status == 200
@@ -100,11 +101,11 @@ def test_a_long_start_asks_for_time_and_is_not_ready(systemd: Systemd) -> None:
 
 
 def test_the_watchdog_hears_nothing_while_the_device_thread_is_stuck(systemd: Systemd) -> None:
-    """The fake device shows no sign of life while it has nothing to do, as a stuck one would not."""
+    """The idle fake device shows no sign of life, just like a stuck one."""
     with ServerProcess(environ=systemd.environ) as server:
         systemd.wait_for("READY=1")
         systemd.wait_for_silence(2 * WATCHDOG_SECONDS)
-        client = server.start_completion("t6", max_tokens=3)  # it waits, and shows signs of life
+        client = server.start_completion("t6", max_tokens=3)  # waits; the device shows signs of life
         systemd.wait_for("WATCHDOG=1")
         began = time.monotonic()
         for _ in range(3):
@@ -181,7 +182,7 @@ def test_two_sockets_are_one_too_many() -> None:
 def test_the_units_have_no_mistakes_and_a_small_surface(
     tmp_path: Path, service: str, other: str, drop_in: str | None
 ) -> None:
-    """`verify` exits 0 for unknown keys and bad values; it only complains."""
+    """`systemd-analyze verify` exits 0 for unknown keys and bad values; it only complains."""
     for name in (f"{service}.service", other):
         (tmp_path / name).write_text(
             (UNITS / name).read_text().replace("/opt/levserve/bin/levserve", "/bin/true")
@@ -220,7 +221,7 @@ def test_the_unit_for_many_devices_differs_in_nothing_but_its_instance() -> None
 
 
 def test_ports_of_devices_are_counted_up() -> None:
-    """The shell's own line, as systemd hands it over for device 2."""
+    """Runs the unit's own shell line, as systemd passes it on for device 2."""
     (start,) = (line for line in read_unit("levserve@.service") if line.startswith("ExecStart="))
     script = start.partition("-c '")[2].removesuffix("'").replace("%i", "2").replace("$$", "$")
     script = script.replace("/opt/levserve/bin/levserve", "echo")

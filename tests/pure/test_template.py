@@ -1,4 +1,4 @@
-"""Chat templates: the text transformers renders, from what templates in the wild use, and nothing beyond the sandbox."""
+"""Chat templates render as in transformers, with what real templates use and nothing beyond the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands in the terminal: conversations, mistakes in one line, and serving as ever."""
+"""The commands in the terminal: conversations, mistakes in one line, listing models and fetching them."""
 
 from __future__ import annotations
 
@@ -150,4 +150,4 @@ def test_fetching_from_a_store_downloads_and_prints_where_it_is(
     assert tmp_path / "cache" in folder.parents
     wanted = (GOLDEN / "llama" / "model.safetensors").read_bytes()
     assert (folder / "model.safetensors").read_bytes() == wanted
-    assert cli.main(["fetch", str(folder)]) == 0  # the store has gone
+    assert cli.main(["fetch", str(folder)]) == 0  # works without the store, which has stopped

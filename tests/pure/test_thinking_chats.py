@@ -1,4 +1,4 @@
-"""Chats of a model that thinks: a parrot, whose answer is its prompt, with a template that has thoughts."""
+"""Chats of a model that thinks: a parrot, whose answer is its prompt, with a template for thoughts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def join(app: App, text: str, **fields: Any) -> dict[str, str]:
 
 
 def matcher_of(app: App) -> Matcher:
-    """That of the newest request's constraint."""
+    """A new matcher of the newest request's constraint."""
     constraint = app.device.requests[-1].constraint
     assert constraint is not None
     return constraint.start()
@@ -110,7 +110,7 @@ def test_every_token_id_is_streamed_once_also_while_it_shows_nothing(
 def test_tokens_of_thoughts_are_counted_and_all_tokens_have_log_probabilities(app: App) -> None:
     answer = ask(app, "<think>hm</think>yes", logprobs=True)
     usage = answer["usage"]
-    # A mark is several tokens here; the first is counted from its last token on.
+    # Marks are several tokens here; of the opening one, only the last token counts.
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>hm</think>yes") - 6 - 3}
     assert len(answer["choices"][0]["logprobs"]["content"]) == usage["completion_tokens"]
 
@@ -212,7 +212,7 @@ def test_required_calls_are_held_after_the_thoughts(app: App) -> None:
 
 def test_an_answer_has_thoughts_and_calls_whole_and_streamed(app: App) -> None:
     text = "<think>hm</think>\n" + CALL
-    # The description of the tools comes first in the prompt, and is cut off for the parrot.
+    # The description of the tools comes first in the prompt; truncation removes it, so the parrot omits it.
     fields = {"tools": [LOOK], "truncate_prompt_tokens": len(text)}
     (choice,) = ask(app, text, **fields)["choices"]
     assert choice["message"]["reasoning"] == "hm" and choice["message"]["content"] is None

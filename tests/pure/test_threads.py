@@ -1,4 +1,4 @@
-"""How many CPU threads compute."""
+"""How many CPU threads are used for computing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = re.compile(r"sched_getaffinity|cpu_count")
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PJRT_NPROC", "NPROC"):
-        monkeypatch.setenv(name, "")  # so that it is put back at the end
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it at the end
 
 
 def allowed(folder: Path, own: str, files: dict[str, str]) -> int | None:

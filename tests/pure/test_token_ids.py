@@ -1,4 +1,4 @@
-"""`return_token_ids`: the ids of a prompt and of its answer, whole and streamed, as vLLM's clients read them."""
+"""`return_token_ids`: the ids of prompts and answers, whole and streamed, as vLLM's clients read them."""
 
 from __future__ import annotations
 

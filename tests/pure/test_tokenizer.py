@@ -21,7 +21,7 @@ from levserve.text.vocabulary import Vocabulary
 from tests.conftest import FAMILIES, GOLDEN
 
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text(encoding="utf-8"))["cases"]
-# SmolLM2's vocabulary has no token for some control characters and for the bytes that begin characters above U+3FFFF.
+# SmolLM2's vocabulary lacks some control characters and the bytes that begin characters above U+3FFFF.
 TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs"), max_codepoint=0x3FFFF))
 
 
@@ -127,7 +127,7 @@ def word_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece(prepend_scheme: str = "first") -> tokenizers.Tokenizer:
-    """What a Llama 2 tokenizer.json holds, in small: a marker for spaces, and bytes for what is not in the vocabulary."""
+    """A small Llama 2 tokenizer.json: a marker for spaces, and bytes for what is not in the vocabulary."""
     pieces = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -192,9 +192,8 @@ def test_chat_template_is_found_in_the_tokenizer_config(tmp_path: Path) -> None:
     )
 
 
-@given(
-    text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" "))
-)  # Metaspace puts no space before one
+# Metaspace puts no space before a space.
+@given(text=st.text(st.sampled_from("ab é東🎉\n")).filter(lambda text: not text.startswith(" ")))
 def test_byte_fallback_round_trips(text: str) -> None:
     spm = Tokenizer(Vocabulary(sentencepiece()))
     tokens = spm.encode(text)
@@ -417,7 +416,7 @@ def save_gguf(
     add_bos: bool | None = None,
     merges: tuple[str, ...] = ("a b",),
 ) -> Path:
-    """A vocabulary of single bytes, whatever `merges` make, and one control and one user-defined token."""
+    """Saves a vocabulary of single bytes, the results of `merges`, one control and one user-defined token."""
     tokens = [
         "<bos>",
         "<think>",

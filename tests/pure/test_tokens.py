@@ -27,7 +27,7 @@ def registry() -> Registry:
 @pytest.fixture
 def client(registry: Registry) -> Iterator[FlaskClient]:
     watcher = Watcher()
-    FakeDevice(registry)  # publishes the model; tokenizing needs no thread of it
+    FakeDevice(registry)  # publishes the model; tokenizing does not need its thread
     yield create_app(registry, Settings(max_body_bytes=1000), watcher).test_client()
     watcher.stop()
 

@@ -1,4 +1,4 @@
-"""Chats with tools over HTTP, with a model that repeats the last message: what it writes is up to the test."""
+"""Chats with tools over HTTP, with a model that repeats the last message: tests decide what it writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ F = '<tool_call>{"name": "f", "arguments": {"city": "Pa\\u0072is"}}</tool_call>'
 G = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 
 
-# It knows system messages, as the search for the format sees, and leaves out the long ones that list tools.
+# Renders system messages, for which format detection looks, but leaves out the long ones that list tools.
 TEMPLATE = (
     "{% if messages[0].role == 'system' and messages[0].content | length < 20 %}{{ messages[0].content }}"
     "{% endif %}{{ messages[-1].content }}"

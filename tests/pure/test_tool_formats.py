@@ -1,4 +1,4 @@
-"""Calls of tools in each family's own form: found from the template, rendered, read, and held to a grammar."""
+"""Tool calls in each family's own form: found from the template, rendered, read, and held to a grammar."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOLS = (TOOL_F, TOOL_G)
 
 
 def make_tokenizer(template: str, specials: Sequence[str] = ()) -> Tokenizer:
-    """Every byte, and the special tokens."""
+    """A tokenizer with every byte and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,7 +49,7 @@ def make_tokenizer(template: str, specials: Sequence[str] = ()) -> Tokenizer:
 
 
 class Model:
-    """A family's tokenizer, and what was found of its tools."""
+    """A family's tokenizer, and the tool format that was found for it."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -223,7 +223,8 @@ def test_a_call_that_is_cut_off_before_its_name_is_complete_is_left_out(name: st
             assert model_of(name).read([start[:end]]) == ()
 
 
-@pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.name != "harmony"])  # its marks are tokens
+# Not harmony, whose marks are tokens.
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.name != "harmony"])
 def test_marks_around_calls_are_left_out_wherever_an_answer_is_cut_off(name: str) -> None:
     model, (one, two) = model_of(name), FAMILY[name].texts
     for text in (one, two or one):
@@ -384,7 +385,7 @@ def test_a_second_call_that_the_template_refuses_is_a_mistake_of_the_request() -
 
 @every_family
 def test_special_tokens_in_what_a_client_sends_stay_text(name: str) -> None:
-    """In arguments, their names, results, and the descriptions of tools."""
+    """In arguments, their names, results, and tool descriptions."""
     model = model_of(name)
     evil = "<eos>"
     messages = [

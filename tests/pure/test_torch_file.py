@@ -70,11 +70,11 @@ def test_what_tests_write_is_what_pytorch_writes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["b"].array, NUMBERS[0])
 
 
-# What runs code in PyTorch, or would like to
+# What runs code in PyTorch, or tries to
 
 
 class Call:
-    """A pickle of it calls a function."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -137,7 +137,7 @@ def test_a_pickle_reaches_nothing_beyond_the_names_it_may_use(pickled: bytes, tm
 
 
 def test_attributes_that_a_file_sets_on_its_mapping_are_not_used(tmp_path: Path) -> None:
-    """`items` of the mapping is a number in this file."""
+    """In this file, `items` of the mapping is a number."""
     pickled = b"ccollections\nOrderedDict\n(tR(N}S'items'\nI1\nstb."
     assert read_state_dict(write_archive(tmp_path / "x.bin", pickled, {})) == {}
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: right parents, right parts, right times; and nothing at all while it is off."""
+"""OpenTelemetry spans of requests: right parents, parts and times, and nothing while tracing is off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Traced:
         self.tracing = Tracing(provider)
 
     def take(self) -> list[ReadableSpan]:
-        """What was exported since the last time: the parts of a request, then the request."""
+        """The spans exported since the last call: the parts of a request, then the request."""
         spans = self._exporter.get_finished_spans()
         self._exporter.clear()
         return list(spans)
@@ -90,7 +90,7 @@ def test_what_is_no_parent_or_is_not_sampled_makes_no_part_of_it(
     app.client.get("/v1/models", headers={"traceparent": given}, buffered=True)
     spans = traced.take()
     if given.startswith(f"00-{TRACE}"):
-        assert spans == []  # the client does not record it
+        assert spans == []  # the client did not sample this trace
     else:
         assert [span.parent for span in spans] == [None]
 

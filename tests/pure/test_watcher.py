@@ -25,7 +25,7 @@ def gone() -> queue.Queue[str]:
 
 
 def wait_until_idle(watcher: Watcher) -> None:
-    """Until the watcher has handled everything that happened before: it tells of a leaver after that."""
+    """Waits until the watcher has handled all earlier events, by having it report one more leaving peer."""
     ours, theirs = socket.socketpair()
     told: queue.Queue[None] = queue.Queue()
     with ours:

@@ -1,4 +1,4 @@
-"""The HTTP side over a real gunicorn, with a device whose tokens one can work out by hand (see fake_device.py)."""
+"""The HTTP side over a real gunicorn, with tokens that can be worked out by hand (see fake_device.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(shared: ServerProcess) -> ServerProcess:
-    """The shared server, idle; what it told of earlier tests is forgotten."""
+    """The shared server, idle; events of earlier tests are skipped."""
     wait_for_room(shared, 6)
     shared.skip_events()
     return shared
@@ -70,7 +70,7 @@ class TestCompletions:
         assert int(reply.headers["openai-processing-ms"]) >= 0
 
     def test_stops_at_the_end_token_and_does_not_show_it(self, server: ServerProcess) -> None:
-        choice = server.complete("t383").json["choices"][0]  # the vocabulary begins again: <pad> <s> </s>
+        choice = server.complete("t383").json["choices"][0]  # the vocabulary wraps around: <pad> <s> </s>
         assert (choice["text"], choice["finish_reason"]) == ("", "stop")
         assert server.complete("t383", ignore_eos=True, max_tokens=4).json["choices"][0]["text"] == " t3"
         raw = server.complete("t383", skip_special_tokens=False).json["choices"][0]["text"]
@@ -303,9 +303,8 @@ class TestErrors:
         assert reply.headers["content-type"] == "application/json"
         assert reply.headers["x-request-id"]
 
-    @pytest.mark.parametrize(
-        "depth", [900, 1500]
-    )  # on Python 3.11 the first is too deep for the template, the second for JSON
+    # On Python 3.11 the first is too deep for the template, the second for JSON.
+    @pytest.mark.parametrize("depth", [900, 1500])
     def test_deep_nesting_is_never_the_servers_fault(self, server: ServerProcess, depth: int) -> None:
         data = json.dumps(CHAT).replace(
             "{", '{"chat_template_kwargs": {"deep": ' + "[" * depth + "]" * depth + "}, ", 1
@@ -436,14 +435,14 @@ class TestLeaving:
 
 
 def wait_for_room(server: ServerProcess, places: int) -> None:
-    """Until requests that were left have given their places back."""
+    """Waits until abandoned requests have given their places back."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while server.complete("t17", n=places, max_tokens=1).status != 200:
         assert time.monotonic() < deadline, "places were not given back"
 
 
 def wait_readable(clients: list[Client], count: int) -> list[Client]:
-    """The clients that have an answer, when there are this many."""
+    """Waits until `count` of the clients have an answer; returns those."""
     poll = select.poll()
     for client in clients:
         poll.register(client, select.POLLIN)

@@ -188,7 +188,7 @@ def test_every_request_ends_once_with_all_it_asked_for(
         if not scheduler.has_work:
             break
         plan, updates = step(scheduler, max_prefill)
-        assert plan.num_tokens <= max(round_tokens, 32)  # the longest text of all
+        assert plan.num_tokens <= max(round_tokens, 32)  # one text may exceed the limit alone
         for update in updates:
             name = update.sequence.request.request_id
             tokens[name] = tokens.get(name, 0) + len(update.batch.tokens)

@@ -1,4 +1,4 @@
-"""What comes over the wire and is no proper request, byte by byte over a real gunicorn: always OpenAI's error shape."""
+"""Malformed requests, byte by byte over a real gunicorn: the answer always has OpenAI's error shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wire(io.BytesIO):
         return self
 
     def close(self) -> None:
-        """Nothing: there may be another answer in it."""
+        """Does nothing, because another answer may follow."""
 
 
 def exchange(server: ServerProcess, *pieces: bytes) -> Reply:
@@ -41,7 +41,7 @@ def exchange(server: ServerProcess, *pieces: bytes) -> Reply:
 
 
 def exchange_all(server: ServerProcess, *pieces: bytes) -> list[Reply]:
-    """The same with all the answers there are until the server closes the connection."""
+    """Sends the bytes as they are and reads all answers until the server closes the connection."""
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
         for piece in pieces:
@@ -232,7 +232,7 @@ def test_requests_that_come_all_at_once_are_answered_in_their_order(server: Serv
     bodies = [json.dumps(completion(f"t{number}", max_tokens=1)).encode() for number in (17, 27, 37)]
     posts = b"".join(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"\r\n" for body in bodies)
     unread = (
-        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nGET / HTT"  # whose body nobody reads
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nGET / HTT"  # its body is never read
     )
     sent = GET + b"\r\n" + posts + unread + GET + b"Connection: close\r\n\r\n"
     replies = exchange_all(server, sent)

@@ -1,4 +1,4 @@
-"""The settings file in YAML: the same sections and keys as in ini, and mistakes named with their place."""
+"""The settings file in YAML: the same sections and keys as in ini, and mistakes reported with their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates of the families' forms, cut down to what they do with tools, and what their models write."""
+"""Chat templates of the model families, reduced to how they handle tools, and what the models write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL_BEGIN, CALL_END, SEP = deepseek("tool call begin"), deepseek("tool call end
 
 @dataclass(frozen=True)
 class Family:
-    """`texts` are what the model writes for one call, f(city="Paris", days=2), and for two, f and then g()."""
+    """`texts`: what the model writes for one call, f(city="Paris", days=2), and for two, f and then g()."""
 
     name: str
     template: str

@@ -1,4 +1,4 @@
-"""A brain and a decoder in one real server: every endpoint, and the checklist of the plan that asked for HRM serving."""
+"""A brain and a decoder in one real server: every endpoint, and the acceptance checklist of HRM serving."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_new_weights_can_be_swapped_in(server: Server) -> None:
     assert complete(server)["choices"][0]["token_ids"] == CASE["greedy"]
 
 
-# The checklist of the plan.
+# The acceptance checklist
 
 
 def test_sixteen_prompts_five_times_do_not_make_the_server_grow(server: Server) -> None:
@@ -204,7 +204,7 @@ def test_work_beyond_the_queue_is_refused_with_429(server: Server) -> None:
 
 
 def test_a_brain_is_ready_within_a_minute_answers_in_two_seconds_and_drains() -> None:
-    """Compiled as users' servers are."""
+    """The server is compiled as users' servers are."""
     with running_server(
         "--model-path", str(GOLDEN / "hrm-tiny-dense-pt" / "actv1_student.pt"), *FLAGS, "--max-running", "2"
     ) as server:
@@ -225,7 +225,7 @@ def test_a_brain_is_ready_within_a_minute_answers_in_two_seconds_and_drains() ->
 
 
 def seconds_of(server: Server, body: dict[str, Any]) -> float:
-    """How long two prompts take. The best of a few counts: the machine may be busy with something else."""
+    """The time that two prompts take; the best of a few counts, as the machine may be busy otherwise."""
     began = time.monotonic()
     assert len(server.call("/generate", body).body["completions"]) == 2
     return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The bundled model in float32 and bfloat16 against its reference: a real GGUF file, a real vocabulary, real text."""
+"""The bundled model in float32 and bfloat16 against its reference: a real GGUF file, vocabulary and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from levserve.model.rules import Mode
 from tests.conftest import GOLDEN
 from tests.engines import ask, running_engine
 
-FLAGS = ("--max-seq-len", "512", "--inter-token-goal-ms", "60000")  # else prompts go in by a token or two
+FLAGS = ("--max-seq-len", "512", "--inter-token-goal-ms", "60000")  # else chunks are a token or two
 CASES = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
 
 
@@ -30,7 +30,7 @@ def test_the_bundled_model_matches_its_reference_in_float32(
             for answer in answers
         ]
     for case, answer, text in zip(CASES, answers, texts):
-        # Where the two best tokens are nearly level the reference itself could go either way.
+        # Where the two best tokens are nearly equal, the reference itself could go either way.
         sure = 48 if case["smallest_top2_gap"] > 1e-3 else 16
         assert answer.tokens[:sure] == case["greedy"][:sure]
         np.testing.assert_allclose(
@@ -41,7 +41,7 @@ def test_the_bundled_model_matches_its_reference_in_float32(
 
 
 def test_the_bundled_model_in_bfloat16_says_what_the_reference_says(bundled_gguf: Path) -> None:
-    """For sixteen tokens in seven of eight cases at least: there are near ties."""
+    """For sixteen tokens in at least seven of eight cases: there are near ties."""
     with running_engine(bundled_gguf, "--dtype", "bfloat16", "--prefill-chunk", "32", *FLAGS) as running:
         answers = running.run(*(ask(case["prompt_tokens"], 16) for case in CASES))
     agreeing = [answer.tokens == case["greedy"][:16] for case, answer in zip(CASES, answers)]

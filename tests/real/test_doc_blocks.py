@@ -1,4 +1,4 @@
-"""Every curl and Python block of the README and the documentation, and the examples, run as they stand against one real server."""
+"""Every curl and Python block of the README and the docs, and the examples, run against one real server."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ for number, path in (1, output), (2, errors):
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
 exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 """
-"""Runs each program in a process of its own that is forked after OpenAI's package, which nearly all of them want, was imported:
-that takes a second."""
+"""Runs each program in a process of its own, forked after OpenAI's package is imported: nearly all of them
+need it, and importing it takes a second."""
 FAILING_CURL = 'curl() { command curl -sS --fail-with-body "$@" && echo; }\n'
 
 
@@ -150,7 +150,7 @@ def test_every_example_runs(name: str, server: Server) -> None:
 
 @pytest.mark.node
 def test_the_example_for_node_runs(server: Server, tmp_path: Path) -> None:
-    """From a folder beside the package, as a program of its own project would be."""
+    """Runs it in a folder beside the package, like a program of a project of its own."""
     (tmp_path / "node_modules").symlink_to(package_folder() / "node_modules")
     program = shutil.copy(EXAMPLES / "chat_with_node.mjs", tmp_path)
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""One model on two hosts: two processes with two devices each, real collectives between them, and their deaths.
+"""One model on two hosts: two processes with two devices each, real collectives between them, and deaths.
 
-A pair of hosts takes about ten seconds of a core to start. So one pair answers everything that needs one and is
-killed at the end, and the phases in which a kill is the same to see are in the slow ring.
+A pair of hosts takes about ten CPU-seconds to start. So one pair serves every test that needs one and is
+killed at the end; the phases in which a kill looks the same are in the slow ring.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def test_two_hosts_write_the_text_of_one_device_until_one_is_killed() -> None:
             assert leader.exit_code() == LOST
             assert time.monotonic() - began < QUICKLY
             rest = read_what_comes(stream)
-        # Its client is told of the failure, or on a crowded machine sees its connection break.
+        # The client is told of the failure or, on a crowded machine, sees its connection break.
         assert b'"finish_reason":"' not in rest
-        # The system may say beside it that the connection was reset: the killed host had something to read.
+        # The message may add that the connection was reset, because the killed host had unread data.
         assert re.search(
             r"host 1 at 127.0.0.1 has ended its connection( \(.+\))?, which ends the group", leader.text
         )
@@ -111,7 +111,7 @@ def test_a_drain_of_host_0_finishes_streams_and_ends_all_hosts_with_0() -> None:
 
 
 def test_hosts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    """None of these starts jax."""
+    """None of these hosts starts jax."""
     other = tmp_path / "llama"
     shutil.copytree(MODEL, other)
     config = json.loads((other / "config.json").read_text())

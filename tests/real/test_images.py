@@ -1,6 +1,7 @@
 """The container image as a user would build and run it: read-only, not as root, stopped by a signal.
 
-Slow: it builds the image. Run it with `pytest -m slow tests/real/test_images.py`, where buildah and podman are installed.
+Slow: it builds the image. Run it with `pytest -m slow tests/real/test_images.py`, where buildah and podman
+are installed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def image() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[tuple[str, ...]]:
-    """Of a container as it is meant to be run: with a cache that outlives it, and nothing else to write to."""
+    """Options of a container as it is meant to be run: it can only write to a cache that outlives it."""
     volume = podman("volume", "create")
-    # As Docker has it: without a word, podman would let it write to /tmp.
+    # As Docker does: by default, podman would let it write to /tmp.
     yield ("--read-only", "--read-only-tmpfs=false", "--volume", f"{volume}:/var/cache/levserve")
     podman("volume", "rm", volume)
 

@@ -1,7 +1,8 @@
-"""lm-evaluation-harness on tasks of a few lines: against a live server with its remote tokenizer, and with the model `levserve`.
+"""lm-evaluation-harness on tasks of a few lines: against a live server with its remote tokenizer, and with
+the model `levserve`.
 
-The first is slow: it makes a virtual environment of its own and installs lm-eval there; run it with `pytest -m slow`. The others
-are left out where lm-eval is not installed beside levserve.
+The first is slow: it makes a virtual environment of its own and installs lm-eval there; run it with
+`pytest -m slow`. The others are left out where lm-eval is not installed beside levserve.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "Two plus two is", "choices": ["green", "a cat", "four", "Monday"], "answer": 2},
 ]
 CAPITALS = {"lev_capitals": TASKS["lev_choice"]}
-# What `levserve eval` does, for those who have a command of their own around lm_eval's.
+# What `levserve eval` does, for users whose own command wraps lm_eval's.
 IMPORT_AND_EVALUATE = (
     "import levserve.evaluation.harness; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
 )
@@ -94,7 +95,7 @@ def write_tasks(
 
 
 def evaluate(url: str, folder: Path) -> Samples:
-    """Asks a server."""
+    """Evaluates a server."""
     write_tasks(folder)
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     subprocess.run([folder / "venv/bin/pip", "install", "-q", "lm-eval[api]>=0.4.9"], check=True)

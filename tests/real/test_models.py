@@ -1,4 +1,4 @@
-"""Several models in one server: a real one, around tiny models that load on first use and make room for each other."""
+"""Several models in one real server: tiny ones that load on first use and make room for each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny.test_unloading import CASES, FLAGS
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Llama and Qwen2 by sections, and two models in a folder that cannot be loaded; at most two at a time."""
+    """Llama and Qwen2 by sections, and a broken model and a spare one in a folder; at most two are loaded."""
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(GOLDEN / "llama", folder / "broken")
     (folder / "broken" / "model.safetensors").write_bytes(
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"[server]\nadmin-key = sesame\nsse-heartbeat = 0.2\n[engine]\nmax-loaded-models = 2\n"
         f"[model]\nmodels-dir = {folder}\n[model.llama]\nmodel = {GOLDEN / 'llama'}\n[model.qwen2]\nmodel = {GOLDEN / 'qwen2'}\n"
     )
-    # Compiled as in this process: it takes half the time, and what a test above compiled is found.
+    # Compiled with this process's flags: takes half the time, and finds the programs of earlier tests.
     with running_server("--config", str(ini), *FLAGS, is_forked=True, **QUICK_COMPILE) as server:
         yield server
 
@@ -56,7 +56,7 @@ def open_stream(server: Server, body: dict[str, Any]) -> Any:
 
 
 def stream(server: Server, body: dict[str, Any]) -> tuple[str, list[int]]:
-    """All that came, and the tokens in it."""
+    """All that was received, and the tokens in it."""
     with open_stream(server, body) as response:
         text = response.read().decode()
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
@@ -154,7 +154,7 @@ def test_what_runs_is_not_unloaded_and_what_is_idle_is(server: Server) -> None:
 
 
 def wait_until_idle(server: Server) -> None:
-    """Until those who hung up are gone too."""
+    """Waits until the requests of disconnected clients are gone too."""
     for _ in range(1000):
         if not any(one["requests"] for one in admin(server, "GET", "stats").body["models"]):
             return
@@ -234,7 +234,7 @@ def test_a_server_of_several_models_leaves_with_0_even_while_one_loads(server: S
         waiting = pool.submit(server.call, "/v1/completions", ask("qwen2"))
         wait_for_status(server, "qwen2", "loading")
         assert server.end() == 0
-        assert waiting.result().status in (200, 503)  # it may have been quick
+        assert waiting.result().status in (200, 503)  # loading may have been quick
 
 
 def wait_for_status(server: Server, name: str, wanted: str) -> None:

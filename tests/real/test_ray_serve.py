@@ -103,7 +103,7 @@ def wait_until_front_answers(front: Server) -> None:
 
 
 def find_process(url: str) -> int | None:
-    """The levserve that was started with the port of this address."""
+    """The process ID of the levserve that was started with the port of this address."""
     flag = f"\0--port\0{url.rpartition(':')[2]}\0".encode()
     for folder in Path("/proc").iterdir():
         try:
@@ -163,7 +163,7 @@ def test_a_client_that_leaves_frees_its_row(cluster: Cluster) -> None:
 
 
 def test_a_server_that_is_killed_is_replaced(cluster: Cluster) -> None:
-    """Last, because afterwards one of the addresses is nobody's."""
+    """Runs last, because afterwards nothing listens at one of the addresses."""
     lost = find_process(cluster.urls[0])
     assert lost is not None
     os.kill(lost, signal.SIGKILL)

@@ -85,7 +85,7 @@ def tokens_of(answer: Any) -> list[int]:
 
 
 def newer(folder: Path, model: dict[str, np.ndarray], step: int, **changes: np.ndarray) -> Path:
-    """A checkpoint with other weights: the last norm turned round, or what is given."""
+    """A checkpoint with other weights: the last norm reversed, or the given ones."""
     changed = {DOWN: changes["down"]} if "down" in changes else {NORM: model[NORM][::-1].copy()}
     return write_checkpoint(folder, model | changed, step)
 
@@ -104,9 +104,7 @@ def test_a_newer_step_is_served_without_dropping_what_runs(
 ) -> None:
     whole = tokens_of(complete(server, PROMPT, 230))
     folder = newer(run / "step-20", model, 20)
-    for _ in range(
-        10
-    ):  # until the reload falls into the stream, which a fast device may have ended before it
+    for _ in range(10):  # until the reload comes during the stream, which a fast device may end first
         assert reload(server, checkpoint_path=str(run / "step-7")).status == 200
         streamed, num_tokens, report = stream_across_reload(server, run)
         assert num_tokens == 230 and streamed[:3] == whole[:3]
@@ -129,8 +127,8 @@ def test_a_newer_step_is_served_without_dropping_what_runs(
 def stream_across_reload(server: Server, run: Path) -> tuple[list[int], int, Any]:
     """Begins a stream, reloads after its first tokens, and reads it to its end.
 
-    Gives the tokens in its text, how many there were (an end of text, which is no text, among them), and
-    what the reload said.
+    Returns the tokens in its text, their number (including ends of text, which are not in the text), and
+    the answer to the reload.
     """
     body = {
         "model": "run",

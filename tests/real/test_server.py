@@ -152,7 +152,7 @@ def test_anthropics_sdk_calls_a_tool_and_goes_on_with_its_result(server: Server)
 def test_eight_bits_find_the_reference_likeliest_in_nineteen_of_twenty_places_and_go_its_way_in_half_of_the_cases(
     server: Server,
 ) -> None:
-    """Measured: 368 of 384, and for sixteen tokens in 4 of 8, where two tokens are often about as likely."""
+    """Measured: 368 of 384, and 4 of 8 for sixteen tokens, as two tokens are often about as likely."""
     cases = json.loads((GOLDEN / "smollm2-135m.json").read_text())["cases"]
     asked = {"model": MODEL, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     prompts = [case["prompt_tokens"] for case in cases]
@@ -457,7 +457,7 @@ def test_the_page_in_a_browser_chats_stops_and_scores(server: Server, tmp_path: 
         page.wait_text(".assistant .note", "finished")
         assert "Paris" in page.text(".assistant .body") and "tok/s" in page.text(".assistant .note")
         page.element("[aria-pressed]").click()
-        page.elements(".token")[1].click()  # with the focus comes the tip
+        page.elements(".token")[1].click()  # focusing a token shows its tip
         assert "%" in page.text("#tip")
 
         before = server.metric("finished_total", reason="cancelled")

@@ -1,4 +1,4 @@
-"""A bucket of models behind a whole server: a Levanter run and a model in two .gguf files, listed, loaded on first use and chatted with."""
+"""A bucket of models behind a whole server: a Levanter run and a model in two .gguf files are served."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from tests.tiny.test_gguf import metadata_of, tensors_of, write_gguf
 from tests.tiny.test_unloading import FLAGS
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-USER_DEFINED = (
-    4  # a piece that is one token wherever its text stands, so that the golden prompts can be typed
-)
+USER_DEFINED = 4  # one token wherever its text stands, so that the golden prompts can be typed
 
 
 def chat_gguf(folder: Path) -> list[Path]:
-    """The golden llama as files that bring its vocabulary and its chat template."""
+    """The golden llama as files that contain its vocabulary and its chat template."""
     metadata = metadata_of("llama")
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
@@ -52,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config = json.loads((GOLDEN / "levanter-llama" / "tokenizer" / "tokenizer_config.json").read_text())
         config["chat_template"] = TEMPLATE
         files.pipe_file(f"{run}/tokenizer/tokenizer_config.json", json.dumps(config).encode())
-        # Compiled as in this process: what a test above compiled is found.
+        # Compiled with the flags of this process, so programs of earlier tests are found.
         with running_server(
             "--models-dir", "gs://models/mixed", *FLAGS, is_forked=True, **QUICK_COMPILE
         ) as server:

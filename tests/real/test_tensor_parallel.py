@@ -44,7 +44,7 @@ def test_models_on_one_device_and_on_two_are_served_side_by_side(tmp_path: Path)
             reply = server.call("/v1/completions", {"model": name, **asked})
             assert reply.status == 200, reply.body
             assert reply.body["choices"][0]["token_ids"] == CASE["greedy"][:8]
-        # Held to two tokens and in two choices, after a reload over HTTP: all of it on two devices.
+        # Constrained to two tokens, with two choices, after a reload over HTTP: all of it on two devices.
         assert server.call("/admin/reload", {"name": "shared"}, key="sesame").status == 200
         held = {"model": "shared", **asked, "n": 2, "allowed_token_ids": [7, 14]}
         reply = server.call("/v1/completions", held)

@@ -1,4 +1,4 @@
-"""The bundled model with a template that makes it think: its thoughts are cut by a budget, and then it answers as it must."""
+"""The bundled model with a template that makes it think: a budget cuts thoughts, answers obey a schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/host.py: a server around a device that only keeps time answers; benchmarks of replicas are made of such."""
+"""bench/host.py: a server answers with a device that only keeps time, as benchmarks of replicas use it."""
 
 from __future__ import annotations
 

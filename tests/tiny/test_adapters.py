@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, merged while weights are read: the arrays are those of a checkpoint that was merged by NumPy."""
+"""LoRA adapters of PEFT, merged while weights are read: the arrays equal those that NumPy merged."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LLVM = CpuBackend()
 
 
 def mix(backend: XlaBackend, *given: Any, **limits: Any) -> np.ndarray:
-    """Values mixed by one program: outside of one, jax would compile every operation by itself."""
+    """Calls `mix_values` in one jitted program: outside one, jax would compile every operation separately."""
     return np.asarray(jax.jit(functools.partial(backend.mix_values, **limits))(*given))
 
 
@@ -112,7 +112,7 @@ def test_paged_attention_equals_dense_attention(
 def test_bfloat16_is_mixed_like_the_numbers_it_stands_for(
     chunk: int, kv_heads: int, group: int, storage: type, backend: XlaBackend
 ) -> None:
-    """Whether there is one query, a few or many: each has a road of its own."""
+    """With one query, a few or many: each takes a different code path."""
     rng = np.random.default_rng(group)
     lengths, page_size, size = [chunk, 64, 65, 290], 32, 64
     table = rng.permutation(43)[:40].reshape(4, 10).astype(np.int32)
@@ -172,7 +172,7 @@ def test_the_gpu_kernel_equals_the_plain_one(
 
 
 def mapping_of(function: Callable[..., Any], *given: jax.Array) -> Any:
-    """How the kernel in it is laid out. A card begins programs with the first of the grid's dimensions fastest."""
+    """The grid mapping of `function`'s kernel. A GPU starts programs with the first dimension fastest."""
     (inner,) = (equation.params["jaxpr"] for equation in jax.make_jaxpr(function)(*given).eqns)
     (call,) = (equation for equation in inner.eqns if equation.primitive.name == "pallas_call")
     return call.params["grid_mapping"]
@@ -193,7 +193,7 @@ def test_the_gpu_kernel_for_decoding_begins_a_row_when_all_before_it_have_begun(
 def test_the_gpu_kernel_for_prompts_takes_more_queries_together_where_a_group_is_small(
     group: int, blocks: int
 ) -> None:
-    """And begins with the last of them, which see most, in all heads."""
+    """Programs start with the last queries, which see the most keys, in all heads."""
     rows, chunk, kv_heads, splits = 3, 64, 2, 2
     q, pool = jnp.zeros((rows, chunk, kv_heads, group, 64)), jnp.zeros((9, 2, kv_heads, 32, 64))
     attention = functools.partial(paged_attention, splits=splits)
@@ -207,7 +207,7 @@ def test_the_gpu_kernel_for_prompts_takes_more_queries_together_where_a_group_is
 
 
 def prepare(x: jax.Array, weight: jax.Array | None, angles: Angles | None) -> jax.Array:
-    """Heads [row, chunk, head, head_size], normed and turned by what there is to norm and turn them by."""
+    """Heads [row, chunk, head, head_size], normed by `weight` and rotated by `angles`, where given."""
     if weight is not None:
         x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3) * weight[None, None, None]
     return x if angles is None else rotate(x, angles)
@@ -355,7 +355,8 @@ def test_the_gpu_kernel_for_decoding_equals_norming_turning_writing_and_attendin
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (0, 7), (3, 64)])
 def test_splits_have_equal_parts_of_the_steps_a_row_has(start: int, end: int, splits: int) -> None:
-    """And not of those of the longest context: a row of 1,000 tokens would be one split's in a model that takes 128,000."""
+    """Not of the steps of the longest context: if a model takes 128,000 tokens, one split would get all of
+    a row of 1,000."""
     share = jax.jit(lambda *given: split_steps(*given, splits, 4096))
     shares = [share(*map(np.int32, (start, end, split))) for split in range(splits)]
     steps = [list(range(int(first), int(last))) for first, last in shares]
@@ -384,7 +385,7 @@ def test_a_few_rows_are_split_until_they_fill_the_card(programs: int, steps: int
 def test_a_row_that_is_not_split_has_more_steps_under_way(
     size: int, dtype: Any, keys: int, more: int
 ) -> None:
-    """Where it pays: a long one is then nearly alone for some time."""
+    """Only where it pays: the programs of a long row end last, almost alone."""
     split, whole = ONE_QUERY_PROGRAMS // 2, ONE_QUERY_PROGRAMS // 2 + 1
     assert (
         choose_splits(split, 64, ONE_QUERY_PROGRAMS) == 2
@@ -398,7 +399,7 @@ def test_a_row_that_is_not_split_has_more_steps_under_way(
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("way", ["kernel", "xla", "xla on bits", "llvm on bits"])
 def test_fp8_is_mixed_like_the_numbers_it_stands_for(way: str, chunk: int) -> None:
-    """By the GPU's kernel, by the plain one there, and by both on a CPU, which stores bits."""
+    """By the GPU's kernel, by XLA on a GPU, and by XLA and LLVM on a CPU, which stores fp8 as bits."""
     rng = np.random.default_rng(chunk)
     lengths, page_size, size = [chunk, 64, 130], 32, 64
     table = rng.permutation(17)[:15].reshape(3, 5).astype(np.int32)

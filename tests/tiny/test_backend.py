@@ -1,4 +1,4 @@
-"""The backend: chosen by what it can serve and what the operator says, and the same answers from every one."""
+"""The backend: chosen by what it can serve and what the operator says; all backends give the same answers."""
 
 from __future__ import annotations
 
@@ -80,9 +80,10 @@ def test_a_cpu_does_what_its_instructions_are_best_at(
     ("chunk", "window", "has_norms"), [(1, None, True), (1, 9, False), (16, None, False), (16, 9, True)]
 )
 def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: bool) -> None:
-    """Norms or sinks, rotation, scale, soft cap and the write to the pool included; padding is written nowhere.
+    """Covers norms or sinks, rotation, scale, soft cap and the write to the pool; padding is written nowhere.
 
-    A row and a chunk, each with and without a window, and each with norms and with sinks: a program of four backends takes over a second to compile.
+    One token and a chunk each run with and without a window, and with norms and with sinks, but not in all
+    combinations: a program of four backends takes over a second to compile.
     """
     has_sinks = not has_norms
     rng = np.random.default_rng(chunk)
@@ -101,7 +102,7 @@ def test_every_backend_attends_alike(chunk: int, window: int | None, has_norms: 
     ends = np.array([chunk - 1, chunk - 6, 3], np.int32) if chunk > 1 else None
     backends = XLA_ON_CPU, CpuBackend(), GpuBackend(interpret=True), XlaBackend("gpu")
 
-    @jax.jit  # one program: outside of any, jax would compile every operation by itself
+    @jax.jit  # one program: outside jit, jax would compile every operation separately
     def attend(*arrays: Any) -> list[tuple[jax.Array, jax.Array, jax.Array | None]]:
         qkv, pool, table, positions, norms, sinks, ends = arrays
         place = cache.place(table, positions, pool)
@@ -140,7 +141,10 @@ def test_every_family_matches_its_reference_by_xla(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3", "gpt-oss", "deepseek3"])
 def test_a_family_matches_its_reference_by_the_kernels_of_a_cpu(family: str) -> None:
-    """Soft caps, windows, norms of heads, sinks, values of another size than keys. The engine's tests go through all families."""
+    """Covers soft caps, windows, norms of heads, sinks, and values of another size than keys.
+
+    The engine's tests go through all families.
+    """
     config = read_config(GOLDEN / family)
     auto, _ = choose_backend("cpu", config, dtype=FLOAT32, kv_dtype=FLOAT32)
     assert isinstance(auto, CpuBackend)
@@ -169,7 +173,7 @@ def test_a_model_of_a_golden_family_runs_its_layers_at_once_only_in_types_that_t
 
 @pytest.mark.parametrize("size", [576, 100])
 def test_a_mean_is_the_same_to_the_last_bit_however_many_rows_there_are(size: int) -> None:
-    """Or an activation beside seven others would be rounded to another integer than alone."""
+    """Otherwise an activation could be rounded to another integer beside seven others than alone."""
     x = np.random.default_rng(size).standard_normal((32, size), np.float32)
     mean = jax.jit(XLA_ON_CPU.mean)
     one_by_one, *others = (

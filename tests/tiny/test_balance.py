@@ -1,4 +1,4 @@
-"""Channels that are evened out before int8: products stay the same, and less of them is lost by rounding."""
+"""Channels that are balanced before int8: products stay the same, and rounding loses less of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(family: str, config: ModelConfig) -> Arrays:
 
 
 def with_large_channels(arrays: Arrays) -> Arrays:
-    """The norms of layers make two channels far larger than the others, and matrices make up for it."""
+    """The norms of layers make two channels far larger than the others, and the matrices make up for it."""
     for name, array in arrays:
         kind = name.rsplit(".", 1)[-1]
         changed = np.array(array)
@@ -45,7 +45,7 @@ def on_device(arrays: Matrices) -> dict[str, jnp.ndarray]:
 
 
 def multiplied(array: np.ndarray | MatrixRows | Balanced) -> np.ndarray:
-    """What is rounded, in float32."""
+    """The matrix that is rounded, in float32."""
     if isinstance(array, np.ndarray):
         return array
     assert isinstance(array, Balanced)
@@ -71,7 +71,7 @@ def test_a_balanced_model_has_the_scores_of_the_plain_one(family: str) -> None:
     assert {"layers.1.input_norm", "layers.1.qkv", "layers.1.mlp_norm", "layers.1.down"} <= changed
     assert not {"embed", "final_norm", "layers.1.out"} & changed
 
-    # Scales that nobody reads tell the decoder that its arrays are not the plain ones.
+    # An unused scale tells the decoder that its arrays are not the plain ones.
     balanced["unused_scale"] = jnp.zeros(1)
     wanted = run_in_chunks(Decoder.from_arrays(config, plain), TOKENS, 128, 16)
     got = run_in_chunks(Decoder.from_arrays(config, balanced), TOKENS, 128, 16)
@@ -100,7 +100,7 @@ def test_a_model_is_loaded_with_balanced_channels_for_int8_alone() -> None:
 
 
 def test_layers_that_come_by_kind_are_left_as_they_are() -> None:
-    """Levanter's checkpoints are read so; the same programs serve them."""
+    """Levanter's checkpoints are read this way; the same programs serve them."""
     config = read_config(GOLDEN / "levanter-llama")
     arrays = load_arrays(GOLDEN / "levanter-llama", config, FLOAT32, report=lambda _: None, quantization=INT8)
     np.testing.assert_array_equal(arrays[BALANCE], np.ones(config.hidden_size))

@@ -31,7 +31,7 @@ def write_input(path: Path, count: int) -> None:
             line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")
         file.write('{"custom_id": "wrong"}\n')
-        file.write(json.dumps(line) + "\n")  # the last id again
+        file.write(json.dumps(line) + "\n")  # repeats the last id
 
 
 def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice(
@@ -61,7 +61,7 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
     error = repeated["response"]["body"]["error"]
     assert (error["code"], error["param"]) == ("duplicate_custom_id", "custom_id")
     assert repeated["custom_id"] == str(NUM_LINES - 1)
-    assert repeated["id"].startswith(f"batch_req_{NUM_LINES + 2:x}_")  # and not the line that had it first
+    assert repeated["id"].startswith(f"batch_req_{NUM_LINES + 2:x}_")  # not the line that had the id first
     results.remove(repeated)
     assert sorted(int(result["custom_id"]) for result in results) == list(range(NUM_LINES))
     for result in results:
@@ -71,5 +71,5 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
     assert any(
         result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for result in results
     )
-    assert cli.main(command[3:]) == 3  # all is done, and a failed request is still a failed one
+    assert cli.main(command[3:]) == 3  # all is done, but a failed request is still a failed one
     assert "before, 2 of them failed" in capsys.readouterr().err

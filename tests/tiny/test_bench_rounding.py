@@ -1,4 +1,4 @@
-"""bench/packed_quality.py rounds to the nearest number, and bench/random_gguf.py writes numbers of the asked spread."""
+"""bench/packed_quality.py rounds to the nearest value; bench/random_gguf.py writes values of given spread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from levserve.model.packed import SCALE, Code, decode, decode_scale
 
 BENCH = Path(__file__).parents[2] / "bench"
 HALF_STEPS = {"fp8-blocks": 16, "w4": 0.5, "w4-symmetric": 1, "q4_0": 1, "q8_0": 0.5, "mxfp4": 2}
-"""How far the nearest code may be, in scales: e4m3 and e2m1 have wide steps, and 7 is the largest of four bits
-where -8 is the smallest."""
+"""How far the nearest code may be, in scales: e4m3 and e2m1 have wide steps, and the largest value of four
+bits is 7 where the smallest is -8."""
 
 
 Import = Callable[[str], ModuleType]

@@ -1,4 +1,4 @@
-"""Brains on disk: every form of brain.json, both weight formats, tokenizers from elsewhere, and what is refused."""
+"""Brains on disk: every form of brain.json, both weight formats, foreign tokenizers, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STUDENT = "actv1_student.safetensors"
 
 
 class Evil:
-    """Runs a command in whoever unpickles it without care."""
+    """Runs a command in a process that unpickles it without care."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -38,7 +38,7 @@ class Evil:
 
 @pytest.fixture
 def brain(tmp_path: Path) -> Path:
-    """A copy of a brain, to be changed."""
+    """A copy of a brain that tests may change."""
     return Path(shutil.copytree(MOE, tmp_path / "brain"))
 
 

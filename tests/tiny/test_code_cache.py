@@ -1,4 +1,4 @@
-"""Code that an earlier start compiled is found again, and only as it was kept and as long as nothing has changed."""
+"""Code that an earlier start compiled is found again, if it is intact and made from the same things."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.engines import ask, read, running_engine
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where code is kept during a test; jax's own folder of programs is another."""
+    """The folder of the code cache during a test; jax's own folder of programs is another."""
     before = code_cache.current
     code_cache.use_cache(CodeCache(tmp_path))
     yield tmp_path
@@ -117,7 +117,8 @@ def test_only_a_change_to_what_compiles_makes_another_folder(
 
 
 def test_every_file_that_a_program_is_traced_from_counts() -> None:
-    """The files of rounds import them, if not directly; of requests they see only what the host has packed."""
+    """The files of rounds import them, directly or not. `schedule` is left out: programs see only what the
+    host has packed of requests."""
     package = code_cache.OUR_SOURCES
     counted = {path for pattern in code_cache.COMPILED for path in package.glob(pattern)}
     traced: set[Path] = set()
@@ -157,12 +158,12 @@ X = np.eye(3, 32, dtype=np.float32)
 
 
 def kernel_named(name: str) -> Kernel:
-    """One that multiplies."""
+    """A kernel that multiplies."""
     return dataclasses.replace(kernel_for(product_for(WEIGHT.dtype, 32, detect_target())), name=name)
 
 
 def check_kernel(name: str) -> None:
-    """Registers a kernel that multiplies, and lets it."""
+    """Registers a kernel that multiplies, and checks its product."""
     called = xla_call.register(kernel_named(name))
     product = jax.ffi.ffi_call(called, jax.ShapeDtypeStruct((3, 64), jnp.float32))(
         X, np.array([3], np.int32), WEIGHT
@@ -218,7 +219,7 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     keep_program("sum", lowered, compiled)
     assert {path.name for path in folder.iterdir()} == {"sum", kernel}
 
-    monkeypatch.setattr(xla_call, "compile_kernel", None)  # nothing is compiled any more
+    monkeypatch.setattr(xla_call, "compile_kernel", None)  # compiling anything would fail from here on
     found = find_program("sum", [device])
     assert found is not None
     np.testing.assert_array_equal(found(weight, x)[0], compiled(weight, x)[0])
@@ -226,13 +227,13 @@ def test_a_program_comes_back_with_the_kernel_it_calls(folder: Path, monkeypatch
     xla_call._registered.clear()
     (folder / kernel).unlink()
     assert find_program("sum", [device]) is None, "without its kernel it is of no use"
-    np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # whoever has it goes on
+    np.testing.assert_array_equal(compiled(weight, x)[0], found(weight, x)[0])  # a loaded program still works
     assert find_program("another", [device]) is None
 
 
 def test_what_jax_has_loaded_from_disk_does_not_count_as_compiled(folder: Path) -> None:
-    """XLA serializes such a program without its code, so that it must not be kept: not when jax loads it, and
-    not when jax has it in memory from then on."""
+    """XLA serializes such a program without its code, so it must not be kept: neither when jax loads it,
+    nor when jax has it in memory from then on."""
     options = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -1,4 +1,4 @@
-"""What XLA made of the programs on a CPU: weights are read as they are stored, and device state is written in place."""
+"""What XLA makes of programs on a CPU: weights are read as stored, device state is written in place."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tests.conftest import GOLDEN, QUICK_COMPILE
 from tests.hlo import computed
 
 SERVED = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.bfloat16}
-"""The number formats that matrices can be asked for in, and in which each computes."""
+"""The formats that matrices can be asked for in, and the type in which each computes."""
 DOT = CpuBackend(has_products=True, runs_layers=True)
 
 WRITTEN = {"bfloat16": DOT, "int8": DOT, "uint8": replace(DOT, packs_int8=True)}
-"""The numbers of matrices for which all layers are one kernel; int8 that is packed is uint8."""
+"""The formats of matrices for which all layers are one kernel; int8 that is packed is uint8."""
 POOLS = {
     "float32": ("auto", jnp.float32),
     "bfloat16": ("fp8", jnp.uint8),
     "int8": ("auto", jnp.bfloat16 if jax.__version_info__ >= (0, 11) else jnp.uint16),
 }
-"""The KV cache that is asked for with each, and what it is stored as."""
-# The flag that makes tests compile quickly also makes other fusions than a server has.
+"""The KV cache that is asked for with each format, and the type it is stored in."""
+# The flag that makes tests compile quickly also changes what XLA fuses.
 HAS_FLAG = "xla_cpu_use_fusion_emitters" in QUICK_COMPILE["XLA_FLAGS"]
 AS_SERVED = {"xla_cpu_use_fusion_emitters": True} if HAS_FLAG else {}
 NUM_PAGES = 333  # so that nothing else has the pool's shape
@@ -93,7 +93,7 @@ SHAPES = [
     ("bfloat16", VERIFY),
     *(("int8", shape) for shape in (VERIFY, Shape(4, Mode.GREEDY), Shape(4, Mode.FULL, is_mixed=True))),
 ]
-"""Prompts and rows with every kind of numbers, and the other programs with those that are most likely to be converted."""
+"""Prefill and decode with matrices of every format; other programs with those most likely to be converted."""
 
 
 @pytest.mark.parametrize(("kind", "shape"), SHAPES, ids=str)
@@ -138,12 +138,12 @@ def test_a_kernel_of_all_layers_converts_no_weight_and_writes_its_pool_in_place(
 
 
 def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python that does not serve makes those wait who do."""
+    """Tracing runs Python, and the serving threads wait for the GIL."""
     lower, tracing, seen = Programs.lower, threading.Semaphore(1), []
 
     def watched(programs: Programs, shape: Shape) -> jax.stages.Lowered:
         seen.append(tracing.acquire(blocking=False))
-        time.sleep(0.2)  # for the other to come
+        time.sleep(0.2)  # so that the other compiler can come
         lowered = lower(programs, shape)
         tracing.release()
         return lowered
@@ -151,7 +151,7 @@ def test_of_several_compilers_one_at_a_time_traces(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Programs, "lower", watched)
     monkeypatch.setattr(
         code_cache, "current", code_cache.CodeCache()
-    )  # where nothing is found that need not be traced
+    )  # an empty one, so every program must be traced
     runner_of("float32").programs.compile_first(lambda _: None)
     assert seen == [True, True]
 

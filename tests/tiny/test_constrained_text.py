@@ -1,4 +1,4 @@
-"""An engine holds its text to a constraint, and writes the same text alone, in company and in rounds of any length."""
+"""An engine holds its text to a constraint and writes the same alone, in company and in any rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cycle:
-    """Tokens by turns from these sets; a set of one is a forced token. It ends after `length` tokens."""
+    """Allows tokens from these sets in turn; a set of one is a forced token. Ends after `length` tokens."""
 
     sets: tuple[frozenset[int], ...]
     length: int = 1000
@@ -95,7 +95,7 @@ def llama(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 
 def one_at_a_time(running: Running, request: GenerationRequest) -> list[int]:
-    """The text by requests for a single token each, whose only draw is under its mask."""
+    """The text from requests for one token each, so that every token is sampled under its own mask."""
     tokens: list[int] = []
     while len(tokens) < request.max_tokens:
         at = len(tokens) % len(RULE.sets)
@@ -122,7 +122,7 @@ def test_the_text_is_that_of_single_masked_draws(llama: Running, name: str) -> N
 
 
 def test_the_text_is_the_same_in_company_and_after_preemption(llama: Running) -> None:
-    """Thirty pages of four hold two of these requests to their ends, not four."""
+    """Thirty pages of four tokens hold two of these requests to their ends, not four."""
     requests = [
         ask(prompt, 40, constraint=None if number == 1 else RULE, **rules)
         for number, prompt in enumerate(PROMPTS)

@@ -1,4 +1,4 @@
-"""The CPU's kernel that samples, against XLA's way, row by row and in mixed company."""
+"""The CPU's sampling kernel against XLA's sampling, row by row and in mixed company."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Given = tuple[jax.Array, jax.Array, Rules, Memory, Masks]
 
 
 def make_given(vocab: int, seed: int = 0) -> Given:
-    """Rows of which each has rules of its own: some of everything, in all combinations that come about."""
+    """Rows with different rules: about half of the rows have each of them, in random combinations."""
     rng = np.random.default_rng(seed)
 
     def some(value: object, otherwise: object, dtype: type) -> jax.Array:
@@ -62,7 +62,7 @@ def make_given(vocab: int, seed: int = 0) -> Given:
 
 @cache
 def expected(vocab: int) -> Drawn:
-    """What XLA's way draws."""
+    """What XLA samples."""
     way = jax.jit(sample, static_argnums=(5, 6))
     return jax.tree.map(np.array, way(*make_given(vocab), Mode.FULL, XLA_ON_CPU))
 

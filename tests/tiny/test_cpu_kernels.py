@@ -1,4 +1,4 @@
-"""Kernels that are written for the CPU at hand: they say what XLA says, whatever they are given and however many call them."""
+"""Kernels written for the CPU at hand give what XLA gives, for any arguments and any number of callers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from tests.targets import FOREIGN, HOST, LIKE_HOST, NAMED, RUNNABLE, on_each_tar
 SHAPES, PACKED_SHAPES = ((64, 16), (8, 96), (132, 32)), ((64, 16), (32, 96), (160, 96))
 """A kernel is compiled for each size of a row."""
 HEADS = ((1, 1, 16, 4), (2, 3, 64, 2), (2, 3, 64, 32), (1, 5, 48, 32))
-"""Heads of keys and values, queries of each, numbers of a head and tokens of a page: pages shorter and longer than a vector, a
-head of one vector and of several. All tests of attention share their kernels, which take half a second each to compile."""
+"""Key-value heads, queries of each, head size and page size: pages shorter and longer than a vector, a
+head of one vector and of several. All tests of attention share their kernels, which take half a second
+each to compile."""
 
 
 def matrix(out: int, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -66,7 +67,7 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames="target")
 def best_of_rows(logits: jax.Array, num_used: jax.Array, target: Target) -> tuple[Any, Likeliest]:
-    """By the kernel and by XLA, in one program: every example has a shape of its own to compile."""
+    """Finds the best tokens by kernel and XLA in one program: every example has its own shape to compile."""
     return argmax.argmax_rows(logits, num_used, target=target), likeliest(logits)
 
 
@@ -96,7 +97,7 @@ def test_a_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
 @on_each_target
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_a_word_of_activations_meets_each_four_numbers_of_a_matrix(lanes: int, target: Target) -> None:
-    """By x86's instruction, where the target has it, and by those that every CPU has."""
+    """By x86's instruction, where the target has it, and by instructions that every CPU has."""
     rng = np.random.default_rng(lanes)
     numbers, word = rng.integers(0, 256, 4 * lanes, dtype=np.uint8), rng.integers(-128, 128, 4, dtype=np.int8)
     numbers[:8], word[:2] = 255, -128
@@ -132,7 +133,7 @@ def test_a_matrix_is_packed_by_32_outputs_and_four_numbers_of_each(
 def test_a_product_with_bfloat16_is_that_of_its_numbers(
     target: Target, shape: tuple[int, int], rows: int, seed: int
 ) -> None:
-    """Tiles fit none of these shapes; they would round x first."""
+    """None of these shapes fits tiles, which would round x first."""
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     x = rng.standard_normal((rows, shape[1])).astype(np.float32)
@@ -156,7 +157,7 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
     befores: list[int],
     seed: int,
 ) -> None:
-    """To the last token of a table that is no longer than it must be."""
+    """Including the last token of a table that is no longer than it must be."""
     (kv_heads, group, size, page_size), rows, rng = heads, len(befores), np.random.default_rng(seed)
     width = -(-(max(befores) + chunk) // page_size)
     positions = np.asarray(befores)[:, None] + np.arange(chunk)[None]
@@ -202,7 +203,7 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_beside_others(
 
 @pytest.mark.parametrize("num_used", [0, 1, 5, 17, 99])
 def test_rows_that_are_not_used_are_not_looked_at(num_used: int) -> None:
-    """More than there are is all of them."""
+    """A count above the number of rows means all rows."""
     weight, scale = matrix(132, 32)
     x = np.random.default_rng(0).standard_normal((17, 32)).astype(np.float32)
     wanted = np.asarray(multiply(weight, scale, jnp.asarray(x), target=HOST))[:num_used]
@@ -253,7 +254,7 @@ def test_what_is_not_finite_spoils_its_own_row_alone(bad: float, target: Target)
 
 
 def test_many_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As programs of several models do; and more helpers than XLA has threads are no harm."""
+    """Programs of several models do. More helpers than XLA has threads do no harm."""
     monkeypatch.setenv("NPROC", "9")
     product = product_for(jnp.dtype(jnp.int8), 48, HOST)
     kernel = dataclasses.replace(cpu_linear.kernel_for(product), name="crowded")
@@ -327,10 +328,10 @@ def test_short_loops_are_unrolled_on_x86_where_a_program_gains_by_it(name: str, 
 
 @pytest.mark.parametrize("target", FOREIGN.values(), ids=FOREIGN)
 def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
-    """As far as an object file for them, which this CPU cannot run."""
+    """They are compiled to object files only, because this CPU cannot run them."""
     kernels = [*kernels_for(target), layers_for(target)]
     machine = {"x86_64": 62, "aarch64": 183}[target.arch]
-    # Of these only layers use matrix units: all other kernels are, to the letter, those of AVX-512.
+    # Only layers use matrix units: all other kernels of such a target are, to the letter, those of AVX-512.
     for kernel in kernels[-1:] if target.has_amx_int8 else kernels:
         compiled = xla_call.compile_kernel(kernel)
         assert compiled[:4] == b"\x7fELF" and int.from_bytes(compiled[18:20], "little") == machine
@@ -342,7 +343,7 @@ def test_kernels_are_compiled_for_cpus_of_another_kind(target: Target) -> None:
 @pytest.mark.parametrize("name", sorted(LIKE_HOST))
 def test_a_target_that_is_not_tested_has_the_code_of_this_cpu(name: str) -> None:
     def text_for(kernel: Kernel) -> str:
-        return str(xla_call.write_kernel(kernel)._module).replace(kernel.name, "")  # which messages have
+        return str(xla_call.write_kernel(kernel)._module).replace(kernel.name, "")  # part of messages
 
     assert text_for(layers_for(NAMED[name])) == text_for(layers_for(HOST))
     for mine, theirs in list(zip(kernels_for(NAMED[name]), kernels_for(HOST), strict=True))[::3]:
@@ -350,7 +351,7 @@ def test_a_target_that_is_not_tested_has_the_code_of_this_cpu(name: str) -> None
 
 
 def kernels_for(target: Target) -> list[Kernel]:
-    """One of each kind, but for whole layers."""
+    """One of each kind, except whole layers."""
     bfloat16 = jnp.dtype(jnp.bfloat16)
     heads = HeadShape(kv_heads=1, group=3, size=32, page_size=8, dtype=bfloat16, target=target)
     kernels = [

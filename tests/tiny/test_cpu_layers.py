@@ -1,4 +1,4 @@
-"""All layers in one call of a kernel that is written for the CPU at hand: what it gives is what the layers give one by one."""
+"""All layers in one call of a kernel written for the CPU at hand give what the layers give one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN = ("llama", "llama3-rope", "mistral", "phi3", "qwen2", "qwen3")
 DOT = CpuBackend(has_products=True)
 PACKING = replace(DOT, packs_int8=True)
 BACKENDS = {"int8": DOT, "packed": PACKING, "blocks": DOT, "packed blocks": PACKING, "none": DOT}
-"""What matrices become, and which backend takes them."""
+"""The forms that matrices are stored in, and the backend of each."""
 BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 PAGE_SIZE, WIDTH = 4, 6
 
@@ -70,9 +70,10 @@ class Ran(NamedTuple):
 
 
 def run(model: Decoder, positions: np.ndarray, kept: jnp.dtype) -> Ran:
-    """Random tokens over pages that hold random numbers.
+    """Runs random tokens over pages of random values.
 
-    Two ways may round a number that lies midway between two integers differently, which moves a row by 0.05. With this seed none does.
+    One call and the other may round a value midway between two integers differently, which moves a row by
+    0.05. With this seed no value is.
     """
     rng = np.random.default_rng(1)
     rows, chunk = positions.shape
@@ -97,14 +98,14 @@ def random_pools(
     )
 
 
-# Chunks that begin anywhere, with padding at their ends and a row of nothing else.
+# Chunks that begin anywhere and end in padding, and a row of nothing but padding.
 POSITIONS = np.array([0, 9, 17, 3])[:, None] + np.arange(5)[None]
 POSITIONS[1, 3:], POSITIONS[2, 1:], POSITIONS[3] = -1, -1, -1
 
 
 @functools.cache
 def run_one_by_one(family: str, kind: str, kept: jnp.dtype, **changes: Any) -> Ran:
-    """What every target's kernel is compared with."""
+    """The result that every target's kernel is compared with."""
     return run(model_of(family, kind, runs_layers=False, **changes), POSITIONS, kept)
 
 
@@ -142,8 +143,9 @@ def test_all_layers_in_one_call_give_what_they_give_one_by_one(
 
 
 TURNS = tuple(zip(OTHERS.values(), itertools.cycle([BFLOAT16, cache.INT8])))
-"""The two kinds of numbers that a cache keeps, by turns. Each target has one in the first of the two tests below, and the
-other one in the second: a kernel takes two seconds to compile, and every target has code of its own for both."""
+"""The two types of KV cache, alternating. Each target has one in the first of the two tests below and the
+other one in the second: a kernel takes two seconds to compile, and every target has code of its own for
+both."""
 OTHER_TURNS = tuple((target, BFLOAT16 if kept == cache.INT8 else cache.INT8) for target, kept in TURNS)
 
 
@@ -164,7 +166,8 @@ def test_only_a_part_of_a_head_may_be_rotated() -> None:
 def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_a_chunk(
     target: Target, kept: jnp.dtype
 ) -> None:
-    """To the last bit, wherever the prompt begins in its page, and whether neighbours are attended together or not."""
+    """Equal to the last bit, wherever the prompt begins in its page, and whether neighbours are attended
+    together or not."""
     model, rng, page_size, width, start, count = (
         model_of("llama", "int8", target=target),
         np.random.default_rng(0),
@@ -176,7 +179,7 @@ def test_a_prompts_tokens_get_the_same_in_rows_of_their_own_beside_others_as_in_
     pools = random_pools(rng, model, 3 * width, page_size, kept)
     table, positions = rng.permutation(3 * width).reshape(3, width), np.arange(start, start + count)
     tokens = rng.integers(0, model.config.vocab_size, count)
-    order = np.roll(np.arange(count), 1)  # the last, which is sampled after, comes first
+    order = np.roll(np.arange(count), 1)  # the last, whose next token is sampled, comes first
     rows = {
         "tokens": [[3], [4], *tokens[order, None]],
         "table": [table[1], table[2], *[table[0]] * count],
@@ -201,7 +204,7 @@ def test_neighbours_of_a_prompt_are_attended_together_and_others_are_not(vector_
     pool = jnp.zeros((9, 2, 1, 32, 64), jnp.uint16)
     place = cache.place(table, jnp.asarray([*own, -1], jnp.int32)[:, None], pool)
     together = np.asarray(count_joined_rows(place, heads)).tolist()
-    most = many_queries.max_queries(target) // 3 // 4 * 4  # of a page, cut evenly
+    most = many_queries.max_queries(target) // 3 // 4 * 4  # a page is cut evenly
     assert together[:2] == [1, 1] and together[-1] == 1 and sum(together) == 29 and max(together) == most
 
 
@@ -214,7 +217,7 @@ def test_a_row_gets_the_same_whoever_is_beside_it() -> None:
 
 
 def narrow_model(target: Target) -> Decoder:
-    """As wide between gate and down as elsewhere. The bytes that its matrices are left with are as good as others."""
+    """Cuts a model until its intermediate size is its hidden size; any bytes of packed matrices will do."""
     config, arrays = arrays_of("llama", "packed")
     width = config.hidden_size
     cuts = {"gate_up": np.s_[: 2 * width], "gate_up_scale": np.s_[: 2 * width], "down": np.s_[:, :width]}
@@ -226,7 +229,8 @@ def narrow_model(target: Target) -> Decoder:
 
 
 def test_layers_by_tiles_give_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of 32 rows, the second not full, so that its tiles reach beyond the last row: no other numbers may be there.
+    """Takes two steps of 32 rows. The second is not full, so its tiles reach beyond the last row, where no
+    other data may be.
 
     Without matrix units, plain instructions stand in for them.
     """
@@ -260,7 +264,7 @@ def test_a_kv_cache_in_fp8_is_left_to_xla() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExtendedConfig(ModelConfig):
-    """A config as it may be one day."""
+    """A config with a field that may be added one day."""
 
     made_up: float = 0.0
 

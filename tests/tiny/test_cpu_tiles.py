@@ -1,6 +1,6 @@
-"""Products by the matrix units of x86 CPUs (AMX): to the last bit what the products without them give.
+"""Products by the matrix units of x86 CPUs (AMX) equal those without them to the last bit.
 
-CPUs without such units run the same kernels with plain instructions in their place, and compile the real ones.
+CPUs without such units run the same kernels with plain instructions instead, and compile the real ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = st.sampled_from([3, 4, 15, 16, 17, 32, 33, 70])
 
 
 def multiply(kernel: Kernel, *arguments: Any) -> np.ndarray:
-    """The product, or what a kernel of an odd number of rows leaves of it."""
+    """The product; rows beyond those in use hold anything."""
     x, weight = arguments[0], arguments[2]
     result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return np.asarray(jax.jit(jax.ffi.ffi_call(register(kernel), result))(*map(jnp.asarray, arguments)))
@@ -58,7 +58,7 @@ def both_ways(product: Any, tiles: Any, *arguments: Any) -> tuple[np.ndarray, np
 def test_int8_by_tiles_is_the_same_to_the_last_bit(
     target: Target, shape: tuple[int, int], rows: int, padding: int, seed: int
 ) -> None:
-    """Rows of any number, and the padding after them is left out."""
+    """For any number of rows; the padding after them is left out."""
     rng = np.random.default_rng(seed)
     weight = rng.integers(-127, 128, shape, dtype=np.int8)
     x = rng.standard_normal((rows + padding, shape[1])).astype(np.float32)
@@ -80,7 +80,7 @@ def test_int8_by_tiles_is_the_same_to_the_last_bit(
 def test_blocks_by_tiles_are_the_same_to_the_last_bit(
     product: Any, tiles: type[BlockTiles], outs: int, all_rows: tuple[int, ...]
 ) -> None:
-    """More blocks than are widened at a time. What is not finite spoils its own row alone."""
+    """With more blocks than are widened at a time. A value that is not finite spoils only its own row."""
     rng = np.random.default_rng(outs)
     x = rng.standard_normal((max(all_rows) + 1, product.size)).astype(np.float32)
     x[3, 7], x[11, 0] = np.nan, np.inf
@@ -94,7 +94,7 @@ def test_blocks_by_tiles_are_the_same_to_the_last_bit(
 
 
 def sum_as_tiles_do(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Of 32 inputs at a time, the even and the odd ones are added up apart."""
+    """Of every 32 inputs, adds up the even and the odd ones separately, as tiles do."""
     total = np.zeros((len(x), len(weight)), np.float32)
     for start in range(0, x.shape[1], 32):
         even, odd = np.zeros_like(total), np.zeros_like(total)

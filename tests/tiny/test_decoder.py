@@ -32,7 +32,7 @@ from tests.tiny.test_gguf import golden_gguf
 FLOAT32 = jnp.dtype(jnp.float32)
 SHAPE = 128
 SMALL_SHAPE = 16
-"""Tokens that every chunk is padded to: two programs a family and page size."""
+"""Every chunk is padded to one of these two sizes: two programs per family and page size."""
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def logits_of(
 
 
 def run_in_chunks(model: Decoder, tokens: list[int], chunk: int, page_size: int) -> np.ndarray:
-    """Log-probabilities after every token, [token, vocab], computed `chunk` tokens at a time on shuffled pages.
+    """Log-probabilities [token, vocab] after every token, computed `chunk` at a time on shuffled pages.
 
     Chunks are padded to a shape, as the engine pads them to its buckets.
     """
@@ -126,7 +126,7 @@ INTERPRETED = GpuBackend(interpret=True)
 
 
 def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np.ndarray:
-    """Log-probabilities after every token: so many in one chunk, then one at a time beside a row that is padding."""
+    """Log-probabilities after every token: `length` in one chunk, then one at a time beside padding."""
     table = jnp.asarray([[3, 1, 5, 0], [2, 4, 6, 7]], jnp.int32)
     pools = cache.make_pool(model.config, 8, 16, jnp.dtype(jnp.float32))
     padding = -length % 16
@@ -143,9 +143,10 @@ def run_prompt_then_tokens(model: Decoder, tokens: list[int], length: int) -> np
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma2", "gpt-neox", "qwen3-moe"])
 def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> None:
-    """Norms of all heads with windows and rotary scaling, soft caps, part of a head rotated, norms of a head and experts.
+    """Covers norms over all heads with windows and rotary scaling, soft caps, heads that are partly
+    rotated, and norms of single heads with experts.
 
-    What qwen3 and olmo2 have, the last and the first have as well.
+    The last and the first family also have what qwen3 and olmo2 have.
     """
     folder = GOLDEN / family
     config = read_config(folder)
@@ -157,7 +158,7 @@ def test_a_family_matches_its_reference_through_the_gpu_kernels(family: str) -> 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(kind: str) -> None:
-    """Products that come rounded are handed on as they came, and scaled ones as they are. One layer has all of them."""
+    """The kernels take products that are rounded, and those that are scaled. One layer has all of them."""
     folder, dtype = GOLDEN / "llama", jnp.dtype(jnp.bfloat16)
     config = read_config(folder)
     quantization = choose_quantization(NARROW.get(kind), INTERPRETED, dtype)
@@ -178,7 +179,7 @@ def test_no_number_format_of_the_matrices_takes_anything_from_the_gpu_kernels(ki
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_a_gguf_file_of_a_gemma_matches_the_reference(family: str, tmp_path: Path) -> None:
-    """Its arrays differ from the folder's; those of the other families are the same, as tests of the loader show."""
+    """Its arrays differ from the folder's; those of other families are equal, as tests of the loader show."""
     path, (_, cases) = golden_gguf(tmp_path, family), load(family)
     config = read_config(path)
     model = Decoder.from_arrays(

@@ -1,7 +1,7 @@
 """An engine with a draft model writes the text that it writes without one.
 
-A model that drafts for itself must always be right, so that every token that is not shows keys and values of the draft model that are
-not those of the text. A model that is cut off after its first layer is right now and then.
+A model that drafts for itself must always be right: a wrong draft token shows that the draft model's keys
+and values are not those of the text. A model that is cut off after its first layer is right now and then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = ("--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "8")
 
 @contextmanager
 def drafting(folder: Path, draft: Path, *flags: str) -> Iterator[Running]:
-    """An engine of two rows whose draft model drafts whenever it may."""
+    """Runs an engine of two rows whose draft model drafts whenever it may."""
     with running_engine(
         folder, "--draft-model", str(draft), *SMALL, *flags, rows=2, compiles_all=True
     ) as running:
@@ -47,7 +47,7 @@ def drafting(folder: Path, draft: Path, *flags: str) -> Iterator[Running]:
 
 
 def make_variant(source: Path, target: Path, **changes: object) -> Path:
-    """A copy of a model with another config, and only the weights that it needs."""
+    """Copies a model with another config, and only the weights that it needs."""
     shutil.copytree(source, target)
     config = json.loads((source / "config.json").read_text()) | changes
     (target / "config.json").write_text(json.dumps(config))
@@ -87,7 +87,7 @@ def counts(running: Running) -> tuple[float, float]:
 
 @contextmanager
 def all_right(running: Running) -> Iterator[None]:
-    """Sees that tokens are drafted inside, and that the model would have drawn every one of them."""
+    """Checks that tokens are drafted inside, and that the model would have sampled every one of them."""
     before = counts(running)
     yield
     running.wait_idle()
@@ -186,7 +186,7 @@ def test_a_preemption_among_drafts_loses_nothing(twin: Running, cut: Running) ->
     for running, expected in ((twin, all_right), (cut, some_right)):
         requests = [
             ask([number, *LOOP], 90, seed=number, **FEW) for number in range(20, 23)
-        ]  # of 40 pages 27 each
+        ]  # 27 of 40 pages each
         before = running.metric("preemptions_total")
         with expected(running):
             answers = running.run(*requests)

@@ -32,7 +32,7 @@ FLAGS = ("--page-size", "4", "--kv-pages", "16", "--max-seq-len", "64", "--prefi
 
 @pytest.fixture
 def jax_keeps_programs() -> Iterator[None]:
-    """As it does in a server: elsewhere in tests it keeps none."""
+    """Makes jax keep programs, as in a server; in other tests it keeps none."""
     before = getattr(jax.config, MIN_COMPILE_SECONDS)
     jax.config.update(MIN_COMPILE_SECONDS, 0.0)
     yield
@@ -40,19 +40,19 @@ def jax_keeps_programs() -> Iterator[None]:
 
 
 def counted(metrics: Metrics) -> dict[str, float]:
-    """What a table can say exactly: counts and tokens, but no seconds and no gauges."""
+    """The metrics whose values a table can state exactly: counts and tokens, but no seconds and no gauges."""
     samples = parse(metrics.render().decode())
     exact = re.compile(r"levserve_\w+(_total|_count|tokens_sum|rows_sum)($|{)")
     return {name: value for name, value in samples.items() if exact.match(name)}
 
 
 class Gate:
-    """Lets the device thread read a round's results only so often."""
+    """Limits how many rounds the device thread may read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._reads = threading.Semaphore(0)
         self._is_open = True
-        read_chunks = InFlightRound.read_chunks  # with which every read begins
+        read_chunks = InFlightRound.read_chunks  # every read of a round begins with it
 
         def wait_and_read(in_flight: InFlightRound) -> list[Sampled]:
             while not self._is_open and not self._reads.acquire(timeout=0.05):
@@ -63,7 +63,7 @@ class Gate:
 
     @contextmanager
     def closed(self, reads: int) -> Iterator[None]:
-        """Lets through so many reads, and the others at the end."""
+        """Lets this many reads through, and the others at the end."""
         self._reads = threading.Semaphore(reads)
         self._is_open = False
         try:
@@ -85,7 +85,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-ONE_ANSWER = {  # a prompt of 9 tokens and 5 that follow: one round for the prompt and the first, four for the others
+ONE_ANSWER = {  # 9 prompt tokens and 5 generated: a round for the prompt and the first, four for the others
     "levserve_prompt_tokens_total": 9,
     "levserve_prefill_tokens_total": 9,
     "levserve_generated_tokens_total": 5,
@@ -110,7 +110,7 @@ ONE_ANSWER = {  # a prompt of 9 tokens and 5 that follow: one round for the prom
     "levserve_request_max_tokens_count": 1,
     "levserve_request_max_tokens_sum": 5,
 }
-SAME_AGAIN = ONE_ANSWER | {  # two pages of four are found, the ninth token is computed
+SAME_AGAIN = ONE_ANSWER | {  # two pages of four tokens are found, the ninth token is computed
     "levserve_prefix_hit_tokens_total": 8,
     "levserve_prefill_tokens_total": 1,
     "levserve_round_tokens_sum": 5,
@@ -186,7 +186,7 @@ class TestEngine:
             )
             assert (
                 2 <= running.metric("kv_pages_used") <= 4
-            )  # one each for three tokens, and one for those to come
+            )  # one for the three tokens of each, and one for those to come
             wait_until(lambda: running.metric("device_heartbeat_age_seconds") > 0.2)
             stream.close()
         read(stream, 3)

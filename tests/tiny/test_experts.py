@@ -18,7 +18,7 @@ Mix = Callable[..., jax.Array]
 
 
 class Scalings:
-    """Experts that are a matrix each."""
+    """Experts that are one matrix each."""
 
     def __init__(self, count: int) -> None:
         self.matrices = jnp.asarray(
@@ -54,7 +54,7 @@ def test_every_way_gives_the_sum_of_the_chosen_experts(
     rng = np.random.default_rng(num_tokens)
     x = rng.standard_normal((num_tokens, EMBED), np.float32)
     scores = rng.standard_normal((num_tokens, num_experts), np.float32)
-    scores[:, 1] += bias  # with it everybody chooses one of them, and slots for twice the mean are not enough
+    scores[:, 1] += bias  # with it all tokens choose one of them, and slots for twice the mean are not enough
     is_real = np.ones(num_tokens, bool) if mix is experts.mix_gathered else rng.random(num_tokens) < 0.7
     stack = Scalings(num_experts)
     rest = () if mix is experts.mix_gathered else (num_experts,)

@@ -1,4 +1,4 @@
-"""What clients see when something breaks, on order: each fault of LEVSERVE_FAULTS, and that nothing of it stays behind."""
+"""What clients see of each fault of LEVSERVE_FAULTS, and that no fault leaves anything behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.engines import ask, cache_folder, live_bytes, running_engine
 from tests.servers import Server, running_server
 from tests.waiting import wait_until
 
-# The same sizes for all, so that they compile the same programs. The pool holds one request of the longest kind and no more.
+# The same sizes for all, so that they compile the same programs. The pool holds one request of the longest
+# kind and no more.
 SIZES = ("--page-size", "8", "--kv-pages", "32", "--prefill-chunk", "32", "--round-steps", "2")
 TOY = (
     "--model",
@@ -94,7 +95,7 @@ def test_too_little_memory_is_one_line_that_says_what_was_asked_what_is_there_an
     assert ended.returncode == 1
     (line,) = [
         line for line in ended.stderr.splitlines() if not line.startswith("20")
-    ]  # the others are the log's, with their time
+    ]  # lines of the log begin with their time
     assert line.startswith("levserve: error: out of memory: ") and "32 KV pages were asked for" in line
     assert "GiB are free; lower --kv-memory, --kv-pages or --max-running" in line
     assert "FAULT INJECTION IS ON" in ended.stderr and "Traceback" not in ended.stderr
@@ -112,11 +113,11 @@ def test_too_little_memory_for_jax_is_one_line_as_well() -> None:
 
 def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
-    monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
+    monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # so that what `install` replaces is put back
     with running_engine(GOLDEN / "llama", *SIZES, compiles_all=True) as running:
         programs = running.loaded.runner.programs
         running.wait_compiled()
-        wait_until(lambda: not programs.has_cold)  # a first run exchanges the pages while one counts
+        wait_until(lambda: not programs.has_cold)  # a program's first run replaces the pages
         wanted = [running.run(ask(prompt, 12))[0].tokens for prompt in prompts]
         running.wait_idle()
         held = live_bytes()
@@ -132,7 +133,7 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
         running.wait_idle()
         assert running.metric("finished_total", reason="poisoned") == 3
         assert running.metric("kv_pages_used") == 0
-        for _ in range(2):  # every page is used again, and prompts that were poisoned are found in no cache
+        for _ in range(2):  # every page is used again, and poisoned prompts must not be in the prefix cache
             assert [
                 answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))
             ] == wanted
@@ -144,7 +145,7 @@ def test_a_poisoned_row_fails_alone_and_leaves_no_trace(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def solo() -> dict[int, str]:
-    """What each prompt leads to when it is alone."""
+    """The text of the answer to each prompt when it is alone."""
     with running_engine(GOLDEN / "llama", *SIZES) as running:
         tokens = {number: running.run(ask([number] * 30, 200))[0].tokens for number in range(10, 18)}
         return {
@@ -155,7 +156,7 @@ def solo() -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def faulty() -> Iterator[Server]:
-    faults = "nan:3,stall:15:6,slow-tokenizer:0.3"  # five seconds to ask in after the stall is noticed
+    faults = "nan:3,stall:15:6,slow-tokenizer:0.3"  # leaves five seconds for requests after the stall is seen
     with running_server(
         *TOY, "--stall-seconds", "1", "--max-inflight-tokens", "4000", LEVSERVE_FAULTS=faults, **QUICK_COMPILE
     ) as server:
@@ -165,7 +166,7 @@ def faulty() -> Iterator[Server]:
 def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(
     faulty: Server, solo: dict[int, str]
 ) -> None:
-    """One story, because the faults come by the number of the round: a poisoned row, a stall, and work after both."""
+    """One test for all, because faults come in fixed rounds: a poisoned row, a stall, and work after both."""
     assert any("FAULT INJECTION IS ON" in line for line in faulty.lines)
     descriptors, threads = resources(faulty)
 
@@ -218,13 +219,13 @@ def test_a_faulty_server_fails_only_what_it_must_and_then_serves_as_ever(
 
 
 def resources(server: Server) -> tuple[int, int]:
-    """Descriptors and threads of the worker."""
+    """The numbers of descriptors and threads of the worker."""
     pid = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()[0]
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
 def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_within_two_seconds() -> None:
-    # The stall leaves all three requests the time to come before the round that raises.
+    # The stall gives all three requests time to come before the round that raises.
     with running_server(
         *TOY, "--stall-seconds", "60", LEVSERVE_FAULTS="stall:20:5,raise:40", **QUICK_COMPILE
     ) as server:
@@ -251,7 +252,7 @@ def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_wit
         blocking = server.call("/v1/completions", body([6], 200))
         failed_at = time.monotonic()
         assert (blocking.status, blocking.body["error"]["type"]) == (500, "server_error")
-        with suppress(OSError, HTTPException):  # gone, if this machine is busy: it has a second left
+        with suppress(OSError, HTTPException):  # too late on a busy machine: the process ends after a second
             assert server.call("/healthz").body == {"status": "failed"}
         assert server.process.wait(timeout=60) == 70
         assert time.monotonic() - failed_at < 20, "1.2 s on a quiet machine; a drain would take 30"
@@ -266,7 +267,7 @@ def test_a_round_that_raises_tells_every_client_and_ends_the_process_with_70_wit
 
 
 def start(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A start that must end by itself."""
+    """Runs a start that must end by itself."""
     command = [
         sys.executable,
         "-m",

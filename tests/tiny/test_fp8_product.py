@@ -29,14 +29,14 @@ SHAPE = (192, 1024)
 
 
 def random_rows(count: int) -> jnp.ndarray:
-    """As activations are: some rows and channels are far larger than others."""
+    """Rows like those of activations: some rows and channels are far larger than others."""
     random = np.random.default_rng(count)
     spread = np.exp(random.normal(size=(count, 1)) + random.normal(size=(1, SHAPE[1])))
     return jnp.asarray((random.normal(size=(count, SHAPE[1])) * spread).astype(np.float32).astype(BFLOAT16))
 
 
 def multiply(matrix: PackedMatrix, x: jnp.ndarray) -> np.ndarray:
-    """By a program of its own: outside of any, jax would compile every operation by itself."""
+    """Multiplies in one jitted program: outside one, jax would compile every operation separately."""
     backend = GpuBackend(interpret=True)
     return np.asarray(jax.jit(lambda matrix, x: backend.packed_product(matrix, BFLOAT16)(x, None))(matrix, x))
 
@@ -50,7 +50,7 @@ def check(got: jnp.ndarray, matrix: PackedMatrix, x: jnp.ndarray) -> None:
 @pytest.mark.parametrize("rows", [2, 40, 150])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_kernel_gives_the_product_of_rounded_rows(name: str, rows: int) -> None:
-    """Nothing else is rounded. Two groups of columns, and sums that programs share."""
+    """Nothing else is rounded. Covers two groups of columns, and sums that programs share."""
     matrix, x = random_matrix(SCHEMES[name], SHAPE), random_rows(rows)
     cut = choose_cut(rows, SHAPE, matrix.scheme)
     assert cut is not None and cut.tiling.splits > 1
@@ -70,7 +70,7 @@ def test_a_step_may_be_part_of_a_group_or_several(depth: int, rounds_inside: boo
 
 
 def test_the_backend_rounds_activations_only_where_the_scheme_says_so() -> None:
-    """Few rows by the kernel, many by XLA."""
+    """Few rows are multiplied by the kernel, many by XLA."""
     left = replace(BLOCKS, rounds_rows=False)
     for rows in (2, fp8_plan.MAX_ROWS + 1):
         x, errors = random_rows(rows), []
@@ -104,7 +104,7 @@ def test_without_such_products_in_jax_rounded_rows_are_multiplied_by_a_widened_m
 
 
 def test_wide_matrices_share_no_sums_where_narrow_ones_do() -> None:
-    """By the shapes of Llama-3.1-8B, as they were measured."""
+    """With the shapes of Llama-3.1-8B, for which the splits were measured."""
     shapes = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
     cuts = {rows: [choose_cut(rows, shape, BLOCKS) for shape in shapes.values()] for rows in (2, 64, 256)}
     splits = {rows: [cut.tiling.splits for cut in of_rows if cut] for rows, of_rows in cuts.items()}

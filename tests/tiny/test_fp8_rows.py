@@ -1,4 +1,4 @@
-"""Activations in FP8: which checkpoints want them, and that a model computes with them as those formats mean it."""
+"""Activations in FP8: which checkpoints want them, and that a model computes as those formats define it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUPS = TOKEN | {"strategy": "group", "group_size": 32}
 
 
 def with_activations(name: str, activations: dict[str, Any] | None) -> Example:
-    """A compressed-tensors example whose configuration says this of its activations."""
+    """A compressed-tensors example whose configuration has this for its activations."""
     example = EXAMPLES[name]
     (group,) = example.config["config_groups"].values()
     groups = {"group_0": group | {"input_activations": activations}}
@@ -71,7 +71,7 @@ def test_activations_are_rounded_if_the_checkpoint_wants_them_in_fp8_as_they_com
 
 
 def test_a_last_group_that_is_smaller_leaves_activations_as_they_are(tmp_path: Path) -> None:
-    """As 128 inputs in groups of 48 have it: the formats' own kernels do not take such a matrix either."""
+    """For example 128 inputs in groups of 48: the formats' own kernels do not take such a matrix either."""
     folder = quantize_folder(GOLDEN / "llama", tmp_path, fp8([32, 48]))
     schemes = read_schemes(folder, read_config(folder), 1)
     assert schemes and not any(scheme.rounds_rows for scheme in schemes.values())
@@ -79,8 +79,8 @@ def test_a_last_group_that_is_smaller_leaves_activations_as_they_are(tmp_path: P
 
 @dataclass(frozen=True)
 class Reference(XlaBackend):
-    """Multiplies with activations that are rounded one token and group after another, by the formula that the formats' own code
-    has: x / s with s = max|x| / 448. The head is left as it is."""
+    """Multiplies with activations rounded one token and one group after another, by the formula in the
+    formats' own code: x / s with s = max|x| / 448. Does not round those of the head."""
 
     group: int | None = None
     num_tokens: int = 0
@@ -137,13 +137,13 @@ def test_the_largest_of_a_group_becomes_the_largest_fp8(group: int | None) -> No
     assert (np.abs(codes.reshape(groups.shape)[:3]).max(-1) == 448).all()
     got = np.asarray(jax.jit(lambda rounded: rounded.widen())(rounded))
     assert not got[3].any(), "zeros stay zeros"
-    # Half a step of three bits of mantissa, or of the smallest numbers.
+    # Half a step: of three bits of mantissa, or of the smallest values.
     allowed = np.maximum(np.abs(groups) / 16, np.abs(groups).max(-1, keepdims=True) / 448 / 1024)
     assert (np.abs(got - x) <= allowed.reshape(x.shape) * 1.001).all()
 
 
 def test_experts_round_activations_as_a_matrix_of_their_own_does() -> None:
-    """Each token by its experts' matrices together, or by one expert's after another."""
+    """Both when a token's experts are computed together, and when one expert is computed after another."""
     scheme = Scheme(Code.FP8, 32, 32, rounds_rows=True)
     Expert, Out, In, Token = Axis("expert", 3), Axis("out", 64), Axis("in", 96), Axis("token", 5)
     random = np.random.default_rng(1)

@@ -45,7 +45,7 @@ STAGED = FragmentTiling(2, 2, 4, 1, 1, is_staged=True)
 WIDE = FragmentTiling(2, 2, 4, 1, 1, is_staged=True, is_wide=True)
 RING = replace(WIDE, has_ring=True)
 
-# Outside of a program, jax would compile every operation by itself.
+# Outside jit, jax would compile every operation separately.
 widen_matrix = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)
 put_in_fragments = jax.jit(in_fragments, static_argnums=1)
 put_in_parts = jax.jit(in_parts, static_argnums=(1, 2))
@@ -65,7 +65,7 @@ def random_parts(scheme: Scheme, shape: tuple[int, int]) -> dict[str, np.ndarray
 
 
 def check_product(scheme: Scheme, rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> None:
-    """Nothing but x is rounded; x has the rows that the kernel is given, with those of padding."""
+    """Checks that nothing but x is rounded; x has all rows that the kernel is given, including padding."""
     parts, x = random_parts(scheme, shape), random_rows(rows, tiling, shape)
     wanted = x.astype(np.float64) @ widen(parts, scheme, shape, FLOAT32).T
     np.testing.assert_allclose(
@@ -108,7 +108,7 @@ def widen(
 
 
 def round_scales(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Scales and offsets as bfloat16 has them."""
+    """Scales and offsets rounded to bfloat16."""
     return {
         end: part.astype(BFLOAT16).astype(part.dtype) if end in (SCALE, OFFSET) else part
         for end, part in parts.items()
@@ -116,8 +116,8 @@ def round_scales(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def check_wide(scheme: Scheme, rows: int, tiling: FragmentTiling, shape: tuple[int, int]) -> None:
-    """Numbers are rounded to bfloat16 with their scales, unless a whole row shares one: so the error is about
-    that of a matrix which has been widened."""
+    """Weights are rounded to bfloat16 with their scales, unless a whole row shares one: so the error is
+    about that of a widened matrix."""
     parts, x = random_parts(scheme, shape), random_rows(rows, tiling, shape)
     found = run_kernel(parts, scheme, x, tiling, shape)
     if scheme.columns is None:
@@ -152,7 +152,7 @@ def test_the_kernel_gives_the_product_of_the_numbers(name: str) -> None:
 def test_it_does_for_every_way_of_cutting_it(
     name: str, rows: int, tiling: FragmentTiling, num_inputs: int
 ) -> None:
-    """From shared memory, with tiles of several sizes, rows that fill none, and warps that get no inputs."""
+    """From shared memory, with tiles of several sizes, rows that fill no tile, and warps without inputs."""
     check_product(SCHEMES[name], rows, tiling, (128, num_inputs))
 
 
@@ -175,7 +175,7 @@ def test_the_kernel_of_many_rows_gives_the_product_of_the_numbers(name: str) -> 
 def test_so_does_every_way_of_cutting_it(
     name: str, rows: int, tiling: FragmentTiling, num_inputs: int
 ) -> None:
-    """With tiles of several sizes, rows that fill none, one step alone, and programs that share sums."""
+    """With tiles of several sizes, rows that fill no tile, a single step, and programs that share sums."""
     check_wide(SCHEMES[name], rows, tiling, (tiling.columns, num_inputs))
 
 
@@ -207,7 +207,7 @@ def test_and_the_kernel_that_copies_codes_ahead(
     ],
 )
 def test_if_it_did_not_wait_for_rows_that_would_be_noticed(left_out: str, noticed: str) -> None:
-    """For parts of `x` that are not there yet, and until all warps are through with others."""
+    """The kernel waits for parts of `x` to arrive, and for all warps to finish with those it overwrites."""
     shape = (128, 1024)
     x, parts = random_rows(16, RING, shape), random_parts(AWQ, shape)
     with pytest.raises(AssertionError, match=noticed):
@@ -230,7 +230,7 @@ def test_rows_in_parts_have_eight_inputs_of_each_row_after_another() -> None:
 
 @pytest.mark.parametrize("is_nibble", [False, True])
 def test_rows_in_fragments_have_the_inputs_of_each_instruction_side_by_side(is_nibble: bool) -> None:
-    """A thread of four has a word's inputs one after another, and of each instruction two pairs."""
+    """Each of four threads has a word's inputs one after another: two pairs for each instruction."""
     row = np.asarray(put_in_fragments(np.arange(256, dtype=np.float32)[None], is_nibble))[0]
     instructions = row.reshape(-1, 16).astype(int)
     assert sorted(row) == list(range(256))
@@ -323,7 +323,7 @@ def test_what_the_kernel_cannot_multiply_with_is_left_as_it_is(
     monkeypatch.setattr(gpu, "runs_here", lambda: True)
     assert not takes(shape, scheme)
     stored = scheme.as_stored()
-    # Triton's kernel knows no offsets, so there is none for such a matrix.
+    # Triton's kernel has no offsets, so there is none for such a matrix.
     assert gpu.GpuBackend().arrange(stored, shape, BFLOAT16) == (None if scheme.has_offsets else stored)
 
 
@@ -339,7 +339,7 @@ def test_matrices_are_kept_in_lanes_only_where_the_kernel_runs(monkeypatch: pyte
 def test_an_xla_that_does_not_take_the_kernel_is_noticed_at_the_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """This one compiles for a CPU, which has no such call."""
+    """XLA compiles for a CPU here, which has no such call."""
     runs_here.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not runs_here()

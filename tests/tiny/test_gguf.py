@@ -108,7 +108,7 @@ def metadata_of(family: str) -> dict[str, Value]:
 
 
 def tensors_of(family: str) -> Tensors:
-    """A golden folder's weights as llama.cpp's converter writes them, under the names that the gguf package knows."""
+    """A golden folder's weights as llama.cpp's converter writes them, under the gguf package's names."""
     arch, file = ARCHITECTURES[family], load_file(GOLDEN / family / "model.safetensors")
     config = read_config(GOLDEN / family)
     names = get_tensor_name_map(
@@ -137,7 +137,7 @@ def tensors_of(family: str) -> Tensors:
         if (family == "gemma2" and ".q_proj" in name) or (family == "gemma3" and ".q_norm" in name):
             tensor = tensor * np.float32(
                 (config.head_dim / 24) ** 0.5
-            )  # llama.cpp knows no other scale than the head size's
+            )  # llama.cpp only scales by the head size
         converted = names.get_name(re.sub(r"experts\.\d+\.", "experts.", name), (".weight", ".bias"))
         assert converted is not None, name
         if "experts." in name:
@@ -148,7 +148,7 @@ def tensors_of(family: str) -> Tensors:
 
 
 def split_experts(name: str, tensor: NDArray[np.float32]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """gpt-oss stores experts [expert, in, out], with rows of gate and up in turn; llama.cpp has a tensor for each."""
+    """Splits gpt-oss's experts [expert, in, out], whose gate and up rows alternate, as llama.cpp does."""
     layer, is_bias = name.split(".")[2], name.endswith("_bias")
     rows = tensor if is_bias else tensor.swapaxes(1, 2)
     parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
@@ -163,7 +163,7 @@ def permute(weights: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]
 
 
 def write_gguf(path: Path, metadata: dict[str, Value], tensors: Tensors, max_tensors: int = 0) -> Path:
-    """In files of at most so many tensors, if a number is given, whose names the gguf package makes of the path's."""
+    """Writes one file, or files of at most `max_tensors` tensors, named by the gguf package after `path`."""
     writer = GGUFWriter(path, str(metadata["general.architecture"]), split_max_tensors=max_tensors)
     for key, value in metadata.items():
         if key != "general.architecture":
@@ -318,7 +318,7 @@ def test_tensor_in_a_wrong_place_is_named(
 
 
 def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
-    """A damaged file may still be read, where the damage is in a name or a number; or it is refused as any other is."""
+    """With a damaged name or number, a file may still be read; other damage is refused like any bad file."""
     path, random = golden_gguf(tmp_path), np.random.default_rng(0)
     whole = np.frombuffer(path.read_bytes(), np.uint8)
     for _ in range(300):
@@ -338,7 +338,7 @@ WHOLE = (
     *("llama", "qwen2", "qwen3", "phi2", "phi3", "olmo2", "olmo3", "mixtral", "qwen3-moe", "gpt2", "gemma"),
     *("granite", "gpt-neox", "cohere"),
 )
-"""Families of which a GGUF file says everything."""
+"""Families that a GGUF file describes completely."""
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -394,7 +394,7 @@ def test_biases_of_a_llama_are_found_and_put_in_order(tmp_path: Path) -> None:
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, original: int) -> NDArray[np.float32]:
-    """As convert_hf_to_gguf.py works them out, frequency by frequency."""
+    """The factors as convert_hf_to_gguf.py computes them, frequency by frequency."""
     factors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
@@ -679,7 +679,7 @@ def scale_and_min(scales: bytes, index: int) -> tuple[int, int]:
 
 
 def decode_k(block: bytes, high: bytes, low: bytes) -> list[float]:
-    """Q4_K and Q5_K: eight groups of 32; `high` holds each number's fifth bit, `low` its other four."""
+    """Q4_K and Q5_K: eight groups of 32; `high` holds each value's fifth bit, `low` its other four."""
     numbers = []
     for group in range(8):
         scale, minimum = scale_and_min(block[4:16], group)
@@ -757,7 +757,7 @@ E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def decode_mxfp4(block: bytes) -> list[float]:
-    """A power of two, and numbers of four bits: a sign, two bits of exponent and one of mantissa."""
+    """A power of two, and values of four bits: a sign, two bits of exponent and one of mantissa."""
     quads = [b & 15 for b in block[1:]] + [b >> 4 for b in block[1:]]
     return [2.0 ** (block[0] - 127) * E2M1[quad & 7] * (-1 if quad & 8 else 1) for quad in quads]
 

@@ -1,4 +1,4 @@
-"""GGUF files whose matrices stay in their own bits: every kind of block, fused arrays, and the text of a whole model."""
+"""GGUF files whose matrices stay in their own bits: every kind of block, fused arrays, and a model's text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_FOUR_BITS = Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16)
 @pytest.mark.parametrize("in_lanes", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind, form in FORMS.items() if form.num_axes == 2])
 def test_every_number_is_the_one_that_the_file_means(kind: Kind, in_lanes: bool, tmp_path: Path) -> None:
-    """Scales of 256 numbers are rounded to 16 bits: one part in 2,048. Rows are put in order as well."""
+    """Scales of 256 values are rounded to 16 bits: one part in 2,048. Rows are put in order as well."""
     stored = {"blk.0.attn_q.weight": (random_blocks(kind, 32, 2 if kind in K_KINDS else 16), kind)}
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, stored)
     tensor = dict(read_tensors(path, head_dim=16))["blk.0.attn_q.weight"]
@@ -74,7 +74,7 @@ def on_device(tensor: PackedTensor, in_lanes: bool) -> PackedMatrix:
 
 
 def quantized_file(folder: Path, kinds: dict[str, Kind], others: Kind) -> Path:
-    """The golden Llama with its matrices in `others`, and those whose names end so in `kinds`."""
+    """The golden Llama with its matrices in `others`, except those whose names end in a key of `kinds`."""
     tensors = tensors_of("llama")
     for name, (tensor, _) in tensors.items():
         if tensor.ndim == 2:
@@ -115,7 +115,7 @@ def test_what_is_not_quantized_is_widened_with_what_it_is_fused_with(tmp_path: P
 def test_a_card_keeps_what_a_kernel_reads_and_widens_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 64 numbers in four bits with offsets are too short for the kernel; those of 128 are not."""
+    """Rows of 64 values in four bits with offsets are too short for the kernel; those of 128 are not."""
     path = quantized_file(tmp_path, {}, Kind.Q4_1)
     config = read_config(path)
     stored = Kept(tuple(read_schemes(path, config, 1).items()), BFLOAT16)
@@ -171,7 +171,7 @@ def test_experts_in_mxfp4_stay_in_it(tmp_path: Path) -> None:
 
 
 def as_blocks(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Rows [expert, out, byte] of GGUF's blocks: a scale, then each number with the one 16 places after it."""
+    """Rows [expert, out, byte] of GGUF's blocks: a scale, then each value with the one 16 places after it."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
     packed = codes[..., :16] | codes[..., 16:] << 4
     return np.concatenate([scales[..., None], packed], axis=-1).reshape(*blocks.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""The GPU's kernels for experts, interpreted: they give what a plain loop over tokens gives."""
+"""The GPU's kernels for experts, interpreted, give what a plain loop over tokens gives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_kernels_give_the_sum_of_the_chosen_experts(
     rng = np.random.default_rng(num_tokens)
     x = rng.standard_normal((num_tokens, EMBED), np.float32)
     scores = rng.standard_normal((num_tokens, num_experts), np.float32)
-    scores[:, 1] += bias  # with it everybody chooses this expert, and nobody the last one
+    scores[:, 1] += bias  # with it all tokens choose this expert, and none the last one
     scores[:, -1] -= bias
     is_real = rng.random(num_tokens) < 0.7
     gate_up = rng.standard_normal((num_experts, 2 * MLP, EMBED), np.float32) / 8
@@ -100,12 +100,12 @@ ELABORATE = {
     "has_shared_gate": True,
     "routing": Routing(True, Scoring.SIGMOID, True, num_groups=4, groups_per_token=2, scale=1.5),
 }
-"""What experts of some families have."""
+"""Options of experts that some families have."""
 
 
 @pytest.mark.parametrize(("rows", "extras"), [(3, {}), (20, {}), (3, ELABORATE), (20, ELABORATE)])
 def test_the_backend_with_kernels_mixes_as_the_one_without(rows: int, extras: dict[str, Any]) -> None:
-    """Of three rows each pair gets its own matrices."""
+    """With three rows, each pair of token and expert reads matrices of its own."""
     config = ModelConfig(
         *(384, EMBED, MLP, 1, 4, 2, 16, 1e-5, 1e4, 128, False), num_experts=40, experts_per_token=4, **extras
     )

@@ -1,7 +1,8 @@
-"""What XLA makes of the programs for an H200: how many kernels, how much memory, and what is written in place.
+"""What XLA makes of the programs for an H200: their kernels, memory, and what is written in place.
 
-Two layers of Llama-3.2-1B's shape, as a server on that card would hold them; compiled, not run (see `h200.py`). The numbers of
-kernels are what there is today: a change that needs more should know it, one that needs fewer should lower them.
+Two layers of Llama-3.2-1B's shape, as a server on that GPU would hold them; compiled, not run (see
+`h200.py`). The limits are the present numbers of kernels: raise them only on purpose, and lower them when a
+change needs fewer.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ DRAWN, ANYHOW = Shape(64, Mode.PLAIN), Shape(8, Mode.FULL)
 PREFILL, QUIET = Shape(4096), Shape(4096, is_sample_only=True)
 ATTENTION = ("paged_attention", "decode_attention")
 LAYER_KERNELS = {FEW: 12, MANY: 9, MOST: 8, DRAWN: 9, ANYHOW: 12, PREFILL: 9, QUIET: 9}
-"""Four products, attention, two norms, the gated activation; in prefill one that turns queries and keys and writes to the cache. Up to
-64 rows one that merges attention's splits; with few a sum for the residual stream, which larger products have in them, and one of a
-product's parts."""
+"""Four products, attention, two norms and the gated activation. Prefill has a kernel that rotates queries
+and keys and writes to the cache; up to 64 rows have one that merges attention's splits; few rows have a
+sum for the residual stream, which larger products include, and one of a product's parts."""
 OTHER_KERNELS = {FEW: 11, MANY: 11, MOST: 11, DRAWN: 11, ANYHOW: 17, PREFILL: 25, QUIET: 17}
-"""Without those of what a row may ask for. Where tokens are drawn, one of them finds the mask of each row; in full mode two look up
-whether it allows the token."""
+"""Without the kernels for what a row may ask for. Where tokens are sampled, one of them finds the mask of
+each row; in full mode two look up whether it allows the token."""
 WORKSPACE_BYTES = 4 << 20
-"""Of the library for large products."""
+"""The workspace of the library for large products."""
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def made(shape: Shape) -> list[Instruction]:
 
 
 def kernels(shape: Shape) -> list[str]:
-    """Those that always run of the graph that all layers are in: a step, or prefill."""
+    """The kernels that always run in the graph that holds all layers: a step, or prefill."""
     thunks = compile_there(shape).thunks
     graphs = [inside(thunks, index) for index, thunk in enumerate(thunks) if thunk.kind == "kCommandBuffer"]
     of_layers = [graph for graph in graphs if any(thunk.name.startswith(ATTENTION) for thunk in graph)]
@@ -132,9 +133,9 @@ def test_the_memory_in_between_is_a_layer_or_the_logits(shape: Shape) -> None:
     narrow, wide = CONFIG.hidden_size, CONFIG.intermediate_size
     if (
         shape.is_prefill
-    ):  # gate and up, what they give, the hidden states before and after attention, and normed
+    ):  # gate and up, their product, the hidden states before and after attention, and normed
         of_each = 2 * 2 * wide + 2 * wide + (4 + 4 + 2) * narrow
-    else:  # the logits; in full mode also as they are changed and sorted, with their numbers
+    else:  # the logits; in full mode also changed, sorted and with their token ids
         of_each = 4 * CONFIG.vocab_size * (6 if shape.mode is Mode.FULL else 1) + 4 * narrow
     temp_bytes = compile_there(shape).temp_bytes
     assert temp_bytes <= shape.size * of_each + WORKSPACE_BYTES + (1 << 20)

@@ -1,4 +1,4 @@
-"""What XLA makes of a draft model's programs for an H200: graphs that need no host, and both caches written in place.
+"""What XLA makes of a draft model's programs for an H200: graphs that need no host, caches written in place.
 
 Two layers each of shapes like Llama's 1B and of half its width, compiled, not run (see `h200.py`).
 """

@@ -1,4 +1,4 @@
-"""What XLA makes of a mixture of experts for an H200: the kernels that are ours, in one graph, and no copy of a matrix.
+"""What XLA makes of a mixture of experts for an H200: our kernels, in one graph, and no copy of a matrix.
 
 One layer's experts of Qwen3-30B-A3B's shape; compiled, not run (see `h200.py`).
 """

@@ -1,6 +1,6 @@
 """What XLA makes of a brain's run for an H200: each level is one graph, and a block is a dozen kernels.
 
-One block a level of English-v1's shape; compiled, not run (see `h200.py`).
+One block per level of English-v1's shape; compiled, not run (see `h200.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ CONFIG = HrmConfig(5003, 512, 768, 8, 1, 1, 2, 2, num_experts=8, experts_per_tok
 ROWS, LENGTH = 32, 128
 BLOCK = ["place_heads", "paged_attention", "choose_experts", "tile_pairs", "experts_up", "experts_down"]
 NUM_KERNELS = 16
-"""Of a block: ours, three products, two norms, what it reads in bfloat16; and of a level what is added before it and its count."""
+"""For a block: ours, three products, two norms, its input in bfloat16; for a level: what is added before
+it, and its count."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What XLA makes of Mixtral's experts for an H200: Mosaic GPU's products where the table says so; compiled, not run."""
+"""What XLA makes of Mixtral's experts for an H200: Mosaic GPU's products, by the table; compiled, not run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 8, 2, 4096, 14336
 RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=Activation.SILU)
 SMALL = ExpertRule(128, 8, Routing(), is_gated=True, activation=Activation.SILU)
-"""Qwen3-30B-A3B's, of 768 hidden numbers."""
+"""The experts of Qwen3-30B-A3B, whose intermediate size is 768."""
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def test_a_decode_step_never_holds_a_widened_matrix(name: str, shape: Shape) -> 
 
 
 def compile_product(name: str, rows: int, kernel: str, folder: Path) -> str:
-    """The text of our kernel for the product of so many rows with a matrix of 4096 x 4096."""
+    """The text of our kernel for the product of `rows` rows with a matrix of 4096 x 4096."""
     Out, In = Axis("out", 4096), Axis("in", 4096)
     scheme = SCHEMES[name]
     shapes = scheme.array_shapes((Out.size, In.size))
@@ -139,7 +139,7 @@ def compile_product(name: str, rows: int, kernel: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(("name", "rows"), [("fp8", 2), ("fp8", 64), ("fp8", 256), ("fp8, whole rows", 64)])
 def test_tensor_cores_multiply_fp8_as_it_is(name: str, rows: int, tmp_path: Path) -> None:
-    """Pallas' own product would be compiled to one of float16, which takes twice as long."""
+    """Pallas' own product would be compiled to one in float16, which takes twice as long."""
     kernel = compile_product(name, rows, "fp8_product", tmp_path)
     assert re.search(r"wgmma\.mma_async\.\S+\.e4m3\.e4m3", kernel)
     assert not re.search(r"mma\S*\.f16\.f16", kernel)
@@ -174,7 +174,7 @@ def test_up_to_64_rows_the_matrix_is_fetched_ahead_into_the_cache(
 def test_up_to_64_rows_of_long_groups_are_copied_ahead_to_shared_memory(
     name: str, rows: int, is_copied: bool, tmp_path: Path
 ) -> None:
-    """To more of it than a program has without asking, so XLA must ask for it."""
+    """They take more of it than a program gets without asking, so XLA must ask for it."""
     kernel = compile_product(name, rows, "fragment_product", tmp_path)
     assert ("cp.async.bulk." in kernel) == ("%reserved_smem_offset_end" in kernel) == is_copied
     assert (".reqntid 256," in kernel) == is_copied
@@ -193,8 +193,8 @@ def test_16_rows_of_long_groups_are_multiplied_with_at_most_128_registers(
 
 @pytest.mark.parametrize(("shape", "count"), [(FEW, 1), (MANY, 4)])
 def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, count: int) -> None:
-    """XLA would take two, and repeat the norm or the gate in the second. Few rows of narrow matrices are
-    rounded by the product itself."""
+    """XLA would take two kernels, and repeat the norm or the gate in the second. Few rows of narrow
+    matrices are rounded by the product itself."""
     text, _ = compile_there("fp8", shape)
     # By its name, because the debugging information of other kernels may mention the file.
     assert (
@@ -207,7 +207,7 @@ def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, coun
 
 
 def test_prompts_are_multiplied_by_the_library_and_rounded_to_bfloat16() -> None:
-    """As those of a model in bfloat16: XLA widens each matrix before its product."""
+    """As with a model in bfloat16: XLA widens each matrix before its product."""
     shape = Shape(4096)
     text, _ = compile_there("fp8", shape)
     assert text.count('custom_call_target="__cublas$lt$matmul') >= 4 * CONFIG.num_layers

@@ -1,4 +1,4 @@
-"""What XLA makes of a model that two or four H200s share: what each reads and computes, and what they exchange.
+"""What XLA makes of a model that two or four H200s share: what each computes, and what they exchange.
 
 Two layers of Llama-3.1-8B's shape with our kernels inside `shard_map`; compiled, not run (see `h200.py`).
 """
@@ -50,7 +50,7 @@ def given(count: int) -> Given:
 def lower_there(shape: Shape, count: int) -> jax.stages.Lowered:
     programs = given(count).programs
     assert shape in programs.all_shapes, "a server has this program"
-    # The mesh of several cards says what they are; for one, Pallas would look for it here.
+    # A mesh of several GPUs says what they are; for one, Pallas would look on this machine.
     with on_the_card() if count == 1 else nullcontext():
         return programs.lower(shape)
 
@@ -64,7 +64,7 @@ def compile_there(shape: Shape, count: int) -> Compiled:
 
 
 def product_flops(lowered: jax.stages.Lowered) -> int:
-    """Of all products with matrices, those of layers once: a layer is a function that is called for each."""
+    """The FLOPs of all products with matrices; those of layers count once, as layers call one function."""
     total = 0
     for axis, left, result in PRODUCT.findall(lowered.as_text()):
         left_sizes, result_sizes = ([int(size) for size in sizes.split("x")] for sizes in (left, result))

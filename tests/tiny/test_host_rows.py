@@ -30,7 +30,7 @@ from tests.conftest import GOLDEN
 FLOAT32 = jnp.dtype(jnp.float32)
 INT8 = Quantization(jnp.dtype(jnp.int8), widened=None)
 LARGEST = 2**10
-"""Of the random numbers of 16 bits in a block."""
+"""The largest of the random 16-bit values in a block."""
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def targets() -> list[Target]:
 
 
 def round_by_numpy(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What rows of int8 would be before they are rounded, and their scales."""
+    """The rows of int8 before they are rounded, and their scales."""
     rotated = rotate(rows * columns)
     scales = np.abs(rotated).max(1) / 127
     return rotated / scales[:, None], scales
@@ -53,7 +53,7 @@ def round_by_numpy(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize("size", [33, 24, 96, 576, 2048])
 def test_rows_are_rotated_and_rounded_to_the_nearest_integer(size: int) -> None:
-    """The sums of a rotation are added in another order, so that a number in the middle may go either way."""
+    """The sums of a rotation are added in another order, so a value midway between two may go either way."""
     rows, columns = numbers(0, 37, size) * np.logspace(-3, 3, 37, dtype=np.float32)[:, None], numbers(1, size)
     wanted, wanted_scales = round_by_numpy(rows, columns)
     into, before = np.empty(rows.shape, np.int8), rows.copy()

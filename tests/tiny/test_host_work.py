@@ -1,6 +1,6 @@
-"""What the host does for a round is the same on any number of devices: its calls are counted, because times vary.
+"""The host's work for a round is the same on any number of devices. Calls are counted, because times vary.
 
-The runtime's own work for a call of a program does grow with the devices; docs/pages/benchmarks.md has its times.
+The runtime's work for a call does grow with the devices; docs/pages/benchmarks.md has its times.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tests.engines import ask, cache_folder
 PROMPTS = [range(10, 19), range(30, 35)]
 NUM_TOKENS = 20
 SIZES = ("--page-size", "4", "--prefill-chunk", "16")
-"""Those of `test_tensor_parallel.py`, so that programs are found."""
+"""The sizes of `test_tensor_parallel.py`, so that its compiled programs are found."""
 
 
 @dataclass
 class Work:
-    """Of all rounds until the answers are whole."""
+    """What the host does in all rounds until the answers are whole."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By the names of a function of levserve and of what it calls, of levserve, numpy, jax or Python."""
+    """By the names of a levserve function and of the function it calls, in levserve, numpy, jax or Python."""
     sent: list[tuple[int, list[int]]] = field(default_factory=list)
     """The number of each program that was run, and the bytes of each array that it was given."""
     num_decode_rounds: int = 0
@@ -57,7 +57,7 @@ def run_rounds(num_devices: int) -> Work:
                 in_flight = runner.dispatch(scheduler.plan())
                 scheduler.commit(in_flight.plan, *in_flight.read())
             assert isinstance(in_flight, InFlightRound)
-            # Of an array that every device has, jax reads the first one's.
+            # If every device has the whole array, jax reads that of the first one.
             assert all(output.is_fully_replicated for _, output in in_flight.rows)
             work.num_decode_rounds += bool(in_flight.rows)
     finally:
@@ -75,7 +75,7 @@ def counted(calls: Counter[tuple[str, str]]) -> Iterator[None]:
         else:
             return
         if name == "ArrayImpl.__array__":
-            return  # a part of np.asarray, which is counted: numpy reads one device's array without asking jax
+            return  # part of np.asarray, which is counted: numpy reads one device's array without asking jax
         if caller.f_globals.get("__name__", "").startswith("levserve."):
             calls[caller.f_code.co_qualname, name] += 1
 

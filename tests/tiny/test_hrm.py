@@ -25,10 +25,10 @@ from tests.brains import BRAINS, WIDE, brain_cases, brain_folder
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SIZE = 64
-"""Rows and tokens that every batch is padded to, so that each brain is compiled once."""
+"""The rows and tokens that every batch is padded to, so that each brain is compiled once."""
 PLACES = 2 * SIZE
 EVERY = 4
-"""Of the wide brain, which takes seconds for a batch of this size, every fourth prefix is looked at."""
+"""Only every fourth prefix of the wide brain is checked, because a batch of this size takes it seconds."""
 
 
 @functools.cache
@@ -46,12 +46,12 @@ def logprobs_at(
 
 
 compile_quickly = jax.jit(logprobs_at)
-# The wide brain takes seconds a run, so that optimizing pays.
+# A run of the wide brain takes seconds, so optimizing pays.
 compile_well = jax.jit(logprobs_at, compiler_options={"xla_backend_optimization_level": 3})
 
 
 def run(name: str, texts: list[list[int]], at: list[tuple[int, int]]) -> np.ndarray:
-    """Log-probabilities after some places (row, position) of texts, padded to one shape for all tests."""
+    """Log-probabilities after the places `at` (row, position) of texts, padded to one shape for all tests."""
     size = SIZE // EVERY if name == WIDE else SIZE
     tokens = np.zeros((size, SIZE), np.int32)
     for row, text in enumerate(texts):
@@ -65,9 +65,9 @@ def run(name: str, texts: list[list[int]], at: list[tuple[int, int]]) -> np.ndar
 
 @pytest.mark.parametrize("name", [*BRAINS, WIDE])
 def test_a_brain_says_what_ai_os_says_of_it(name: str) -> None:
-    """All prefixes of prompt and answer are one batch: each row is the distribution of the next token.
+    """All prefixes of prompt and answer are one batch: each row gives the distribution of the next token.
 
-    The prompt with the continuation is its last row, which is asked about several places.
+    The last row is the prompt with the continuation, which is asked about several places.
     """
     step = EVERY if name == WIDE else 1
     for case in brain_cases(name):
@@ -108,7 +108,7 @@ def test_attention_in_blocks_of_queries_is_the_same_as_at_once(monkeypatch: pyte
 
 
 def attend_to_all(qkv: jax.Array, texts: Texts) -> jax.Array:
-    """By a program of its own: outside of any, jax would compile every operation by itself."""
+    """Attends in one jitted program: outside one, jax would compile every operation separately."""
     mixed: jax.Array = jax.jit(lambda *given: text_attention.attend_to_all(*given, 2))(qkv, texts)
     return mixed
 
@@ -118,7 +118,7 @@ def test_a_gpus_kernels_mix_the_same_as_xla() -> None:
     backend = GpuBackend(interpret=True)
     scratch = backend.text_scratch(*texts.is_real.shape, 2, 16, FLOAT32)
     attend = jax.jit(lambda *given: backend.attend_texts(*given, 2))
-    for _ in range(2):  # what a call has left in the scratch memory does no harm to the next one
+    for _ in range(2):  # what a call leaves in the scratch memory does not harm the next one
         mixed, scratch = attend(qkv, texts, scratch)
     wanted = attend_to_all(qkv, texts)
     seen = np.asarray(texts.is_real)
@@ -142,7 +142,7 @@ def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
 
 
 def random_heads(*, num_heads: int, size: int) -> tuple[jax.Array, Texts]:
-    """Of a text of 64 tokens and one of 40."""
+    """The heads of a text of 64 tokens and of one of 40."""
     qkv = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 3 * num_heads * size), np.float32))
     places, lengths = np.arange(64, dtype=np.int32)[None], np.asarray([[64], [40]], np.int32)
     angles = jax.jit(angles_at, static_argnums=1)(places, Rope(size, 10_000.0, None))

@@ -47,10 +47,11 @@ def logprobs(entries: list[Any]) -> list[float]:
 def test_a_brain_served_in_one_batch_matches_its_reference(
     name: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the folder of the tests below, these are all. Where none is said, the context would be 2,048.
+    """These are all brains except that of the tests below. A brain that states no context would get 2,048.
 
-    Scores in one pass are not asked for, so their program is not compiled. The wide one takes longer to run than to compile, so what runs it is compiled well, and it writes less: each token is a run of its
-    own. test_hrm.py looks at more of its text.
+    No scores in one pass are requested, so their program is not compiled. The wide brain takes longer to
+    run than to compile, so its run is compiled with optimization. It also writes less, as each token is a
+    run of its own; test_hrm.py checks more of its text.
     """
     cases = brain_cases(name)
     monkeypatch.setattr(TextPrograms, "first_shapes", property(shapes_but_for_one_pass))
@@ -83,7 +84,7 @@ def shapes_but_for_one_pass(programs: TextPrograms) -> list[TextShape]:
 
 
 def shorten(case: dict[str, Any]) -> dict[str, Any]:
-    """A golden case with less of its answer, and with log-probabilities of the end of its prompt only."""
+    """A golden case with less of its answer, and log-probabilities of only the end of its prompt."""
     short = {name: case[name][:WIDE_TOKENS] for name in ("greedy", "greedy_logprobs")}
     return case | short | {"scored_from": max(len(case["prompt"]) - WIDE_TOKENS, 1)}
 
@@ -176,7 +177,7 @@ def test_embeddings_are_the_mean_and_the_last_of_the_last_states(moe: Running) -
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tokens by turns from these sets, as a constraint; a set of one is a forced token."""
+    """A constraint that allows tokens from these sets in turn; a set of one is a forced token."""
 
     sets: tuple[frozenset[int], ...]
     length: int

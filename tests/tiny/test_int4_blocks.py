@@ -1,4 +1,4 @@
-"""Matrices in the four bits of their file: the file's own numbers, and the same by XLA, by kernels and by whole layers."""
+"""Matrices in the four bits of their file: its own values, and the same by XLA, kernels and whole layers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ORDERS = {"signed": SIGNED_ORDER, "unsigned": UNSIGNED_ORDER}
 OUT, SIZE, ROWS = 64, 96, 19
 TOKENS = list(range(3, 35))
 MIXED = {"1.attn_v.weight": Kind.Q8_0, "0.ffn_down.weight": Kind.Q8_0, "1.ffn_down.weight": Kind.Q4_0}
-"""The kinds of a few tensors in a file of another kind: layers then differ in the form of a matrix."""
+"""The kinds of a few tensors in a file of another kind, so that layers differ in the form of a matrix."""
 
 
 def random_matrix(seed: int, *, has_middles: bool, shape: tuple[int, int] = (OUT, SIZE)) -> FourBits:
@@ -72,7 +72,7 @@ def random_matrix(seed: int, *, has_middles: bool, shape: tuple[int, int] = (OUT
 
 
 def numbers_of(matrix: FourBits) -> np.ndarray:
-    """What the matrix stands for, in float64."""
+    """The values of the matrix, in float64."""
     scales, middles = (
         np.repeat(part.astype(np.float64) / SCALE_FACTOR, BLOCK, 1) if part is not None else 0.0
         for part in (matrix.scales, matrix.middles)
@@ -81,7 +81,7 @@ def numbers_of(matrix: FourBits) -> np.ndarray:
 
 
 def round_activations(x: np.ndarray) -> np.ndarray:
-    """What a product takes x for, in float64."""
+    """The values that a product takes for x, in float64."""
     blocks = x.astype(np.float64).reshape(len(x), -1, BLOCK)
     scale = np.abs(blocks).max(2, keepdims=True) / STEPS / SECOND_TERM
     return (np.rint(blocks / scale) * scale).reshape(x.shape)
@@ -129,7 +129,7 @@ def test_a_product_is_that_of_the_numbers_in_the_file_with_rounded_activations(
 
     got = multiply(x, rows)[:rows]
     exact, rounded = (each @ numbers_of(matrix).T for each in (x.astype(np.float64), round_activations(x)))
-    # A number half way between two steps may be rounded otherwise.
+    # A value halfway between two steps may be rounded the other way.
     one_step = np.abs(x).max() / STEPS / SECOND_TERM * np.abs(numbers_of(matrix)).max()
     np.testing.assert_allclose(got, rounded[:rows], atol=2 * one_step, rtol=1e-5)
     assert np.abs(rounded - exact).max() < 1e-1 / SECOND_TERM * np.abs(exact).max()
@@ -189,7 +189,7 @@ def test_a_file_of_four_bits_is_kept_as_it_is(kind: Kind, most: float, tmp_path:
 
 
 def test_groups_with_zero_points_are_kept_as_well() -> None:
-    """As AWQ and GPTQ have them, with a scale for more than 32 inputs."""
+    """As in AWQ and GPTQ, with a scale for more than 32 inputs."""
     rng = np.random.default_rng(0)
     codes, zeros = rng.integers(0, 16, (8, 160), dtype=np.uint8), rng.integers(0, 16, (8, 2), dtype=np.uint8)
     scales = rng.uniform(0.001, 0.01, (8, 2)).astype(np.float16)
@@ -207,7 +207,7 @@ def quantization_of(path: Path, config: ModelConfig, backend: Backend) -> Quanti
 
 
 def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(tmp_path: Path) -> None:
-    """Measured: 0.03, nearly all of it by the matrices in int8."""
+    """Measured: 0.03, nearly all of it from the matrices in int8."""
     path = quantized_file(tmp_path, MIXED, Kind.Q4_1)
     config = read_config(path)
 

@@ -1,4 +1,4 @@
-"""Int8 matrices with a scale for every 32 inputs: as exact as the file, and the same by XLA and by kernels."""
+"""Int8 matrices with a scale for every 32 inputs: as exact as the file, and the same by XLA and kernels."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ by_xla = functools.partial(jax.jit, static_argnames="in_two_terms")(multiply_blo
 
 
 def matrix_of(kind: Kind | None, shape: tuple[int, int] = (64, 96), seed: int = 0) -> np.ndarray:
-    """What a file of this kind stands for."""
+    """A random matrix as it is after being stored in this kind."""
     matrix = (np.random.default_rng(seed).standard_normal(shape) * 0.05).astype(np.float32)
     return matrix if kind is None else quants.dequantize(quants.quantize(matrix, kind), kind)
 
 
 def numbers_of(integers: np.ndarray, scales: np.ndarray, *, is_rotated: bool) -> np.ndarray:
-    """What `round_rows` has kept, in float64."""
+    """The values that `round_rows` kept, in float64."""
     blocks = integers.reshape(*scales.shape, BLOCK) * (scales.astype(np.float64) / SCALE_FACTOR)[..., None]
     blocks = blocks @ unscaled_rotation().astype(np.float64) / BLOCK if is_rotated else blocks
     return blocks.reshape(integers.shape)
@@ -179,7 +179,7 @@ def test_a_model_in_blocks_is_served_close_to_its_reference(flags: tuple[str, ..
 def test_a_file_of_four_bits_is_scored_closer_in_blocks_than_in_rows(
     backend: Backend, tmp_path: Path
 ) -> None:
-    """Measured: 0.10 and 0.15, of a random model whose rows have only two or four blocks."""
+    """Measured: 0.10 and 0.15, with a random model whose rows have only two or four blocks."""
     tensors = tensors_of("llama")
     for name, (tensor, _) in tensors.items():
         if tensor.ndim == 2:

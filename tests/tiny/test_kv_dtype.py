@@ -1,4 +1,4 @@
-"""A KV cache in eight bits: served as any other is, in half the memory, and what it costs is known."""
+"""A KV cache in eight bits: served like any other, in half the memory, and at a known cost."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIZES = (
 
 
 CLOSE = {"fp8": (0.05, 0.2), "int8": (0.005, 0.04)}
-"""By how much each format moves the log-probabilities of a random model in the mean, at least and at most.
-Measured: 0.11 and 0.02, and a bfloat16 cache moves them by 0.02 too."""
+"""The least and the most that each format moves the log-probabilities of a random model on average.
+Measured: 0.11 and 0.02; a bfloat16 cache moves them by 0.02 too."""
 
 
 @pytest.fixture(scope="module", params=["fp8", "int8"])
@@ -71,7 +71,7 @@ def test_what_is_not_finite_is_seen_and_its_pages_are_cleared(
 ) -> None:
     prompts = [[number, 9, 8, 7, 6, 5, 4, 3, number] for number in range(20, 24)]
     wanted = [answer.tokens for answer in running.run(*(ask(prompt, 12) for prompt in prompts))]
-    monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # put back what `install` replaces
+    monkeypatch.setattr(Runner, "dispatch", Runner.dispatch)  # so that what `install` replaces is put back
     install([Fault("nan", 3)])
     answers = running.run(*(ask(prompt, 12) for prompt in prompts))
     assert [answer.finish for answer in answers].count(FinishReason.POISONED) == 1

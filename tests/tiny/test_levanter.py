@@ -1,4 +1,4 @@
-"""Checkpoints as Levanter's trainer saves them: which one is taken, what it is a model of, and that it computes the same."""
+"""Checkpoints of Levanter's trainer: which one is taken, what model it is, and that it computes the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def arrays_of(folder: Path, dtype: jnp.dtype = FLOAT32) -> dict[str, np.ndarray]
 
 
 def change_config(folder: Path, **changes: object) -> Path:
-    """Writes `changes` into the model part of a run's config.yaml; a value of `...` takes the key out."""
+    """Writes `changes` into the model part of a run's config.yaml; a value of `...` removes the key."""
     values = yaml.safe_load((folder / "config.yaml").read_text())
     values["model"] = {
         key: value for key, value in {**values["model"], **changes}.items() if value is not ...
@@ -61,7 +61,7 @@ def model() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def old(tmp_path: Path, model: dict[str, np.ndarray]) -> Path:
-    """The same model in the older layout, a folder for each array, with the run's config above it."""
+    """The same model in the older layout: a folder for each array, with the run's config above it."""
     chunks = {"model/transformer/layers/stacked/mlp/up_proj/weight": [1, 64, 32]}
     shutil.copy(LLAMA / "config.yaml", tmp_path)
     shutil.copytree(LLAMA / "tokenizer", tmp_path / "tokenizer")

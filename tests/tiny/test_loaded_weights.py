@@ -1,4 +1,4 @@
-"""`load_weights`: the weights of an open model replaced from memory, as a loop of training and sampling does it."""
+"""`load_weights` replaces the weights of an open model from memory, as a training loop that samples does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds that decode and prefill in one program, where padding costs nothing: everyone gets what they would get alone."""
+"""Rounds that decode and prefill in one program, where padding costs nothing, give the same answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines import Answer, Running, ask, read, running_engine
 
 
 class Mixed:
-    """What was computed so, as it is dispatched."""
+    """The plans of rounds that were dispatched as one mixed program."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[RoundPlan] = []
@@ -34,7 +34,7 @@ class Mixed:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
-        # Whole layers run on every CPU: LLVM makes of the instruction what there is.
+        # Lets any CPU run whole layers: LLVM replaces the instruction if the CPU has none.
         dot = lambda target: CpuBackend(target=target, has_products=True)  # noqa: E731
         patch.setattr("levserve.model.cpu.backend.fit_target", dot)
         with running_engine(GOLDEN / "llama", "--quantize", "int8", compiles_all=True) as running:
@@ -49,7 +49,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Mixed:
 
 
 def beside_a_stream(running: Running, *requests: GenerationRequest) -> list[Answer]:
-    """Of requests that come, all at once, while another one's tokens do."""
+    """Answers requests that all arrive while another one streams."""
     stream = running.submit(ask((5, 6, 7), 150))
     stream.get(timeout_seconds=60)
     answers = running.run(*requests)
@@ -58,7 +58,7 @@ def beside_a_stream(running: Running, *requests: GenerationRequest) -> list[Answ
 
 
 def prompt(number: int, length: int) -> list[int]:
-    """That no other test has asked with."""
+    """A prompt that no other test uses."""
     return [2 + (number * 31 + index * 7) % 90 for index in range(length)]
 
 

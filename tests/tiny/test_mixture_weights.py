@@ -58,7 +58,7 @@ def test_experts_that_stay_in_four_bits_compute_what_widened_ones_do() -> None:
 
 
 def test_queries_without_a_short_vector_and_a_softmax_over_experts_are_served_too() -> None:
-    """DeepSeek-V2-Lite; the tests of all families ask V3's form."""
+    """DeepSeek-V2-Lite is such a model; the tests of all families use V3's form."""
     model, cases = load_golden("deepseek2")
     case = cases[2]
     check(case, run_in_chunks(model, case["prompt"] + case["greedy"], 128, 16))

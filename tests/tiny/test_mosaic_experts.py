@@ -1,4 +1,4 @@
-"""Experts by Mosaic GPU, interpreted: blocks of pairs and what is multiplied with them, and where the kernel is chosen."""
+"""Experts by Mosaic GPU, interpreted: blocks of pairs, their products, and where the kernel is chosen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_block_is_in_one_tile_and_every_pair_in_its_place(chosen: str, are
 @pytest.mark.mosaic
 @pytest.mark.parametrize("is_second_alone", [False, True])
 def test_the_kernel_gives_the_sum_of_the_chosen_experts(is_second_alone: bool) -> None:
-    """Two programs, so that one has several tiles; expert 0 has a tile of two blocks, and expert 2 nobody."""
+    """With two programs, so that one has several tiles. Expert 0 has a tile of two blocks, expert 2 none."""
     num_tokens, embed, mlp = 80, 256, 128
     rng = np.random.default_rng(0)
     experts = np.full((num_tokens, 2), [[0, 1]], np.int32)

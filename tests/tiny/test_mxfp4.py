@@ -1,4 +1,4 @@
-"""Experts in numbers of four bits are read as the numbers that they stand for."""
+"""Experts in four-bit values are read as the values that the codes stand for."""
 
 from __future__ import annotations
 

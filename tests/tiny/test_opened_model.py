@@ -17,7 +17,7 @@ from tests.engines import cache_folder, live_bytes, running_engine, without_olde
 
 CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
 SETTINGS = {"dtype": "float32", "page_size": 4, "prefill_chunk": 8, "kv_pages": 64, "max_running": 2}
-"""With few sizes of programs: all of them are compiled."""
+"""Few program sizes, because all of them are compiled."""
 
 
 @without_older_objects()

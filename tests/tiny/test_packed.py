@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: read as they are, kept in their own bits, and what they stand for."""
+"""Checkpoints that are quantized already: read as they are, kept in their bits, and what they stand for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 CONFIG = read_config(GOLDEN / "llama")
 ENDS = ("", SCALE, ZERO, OFFSET)
 widen = jax.jit(lambda matrix: matrix.widen(FLOAT32).array)
-"""Outside of a program, jax would compile every operation by itself."""
+"""Jitted, because outside jit jax would compile every operation separately."""
 Folders = Callable[[str], Path]
 
 
@@ -85,7 +85,7 @@ def test_a_model_in_its_own_bits_computes_what_its_numbers_give(name: str, folde
 
 
 def test_shares_of_several_devices_put_together_are_the_whole_matrix(folders: Folders) -> None:
-    """As two devices have them: outputs cut for qkv, inputs with their groups for out, row scales whole."""
+    """On two devices, outputs are cut for qkv, inputs with their groups for out; row scales stay whole."""
     for name in ("awq", "fp8-blocks", "ct-int8"):
         folder = folders(name)
         plain = load_arrays(folder / "plain", CONFIG, FLOAT32, report=lambda _: None)
@@ -146,7 +146,7 @@ def test_experts_stay_in_their_own_bits(tmp_path: Path) -> None:
 
 
 def test_mxfp4_is_a_scheme_too() -> None:
-    """Four bits with a sign, two of exponent and one of mantissa; scales are powers of two."""
+    """A code has a sign, two bits of exponent and one of mantissa; scales are powers of two."""
     numbers = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     codes = np.stack([np.arange(16), np.arange(16)[::-1]]).astype(np.uint8)
     packed = np.empty((2, 8), np.uint8)
@@ -171,7 +171,7 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: Folders) -> None:
 
 
 def test_matrices_that_are_not_quantized_alike_are_widened_together(tmp_path: Path) -> None:
-    """The keys of the first layer were left out, so its fused queries, keys and values are in float32."""
+    """The keys of the first layer are not quantized, so its fused queries, keys and values are in float32."""
     folder = quantize_folder(GOLDEN / "llama", tmp_path, EXAMPLES["gptq"])
     layer = "model.layers.0.self_attn.k_proj."
     tensors = load_file(folder / "model.safetensors")
@@ -191,7 +191,7 @@ def changed(folder: Path, name: str, tensor: np.ndarray | None) -> None:
 
 
 def test_inputs_that_are_reordered_by_activation_are_widened(tmp_path: Path) -> None:
-    """The groups of one layer's inputs trade places, and with them its scales: the numbers stay what they were."""
+    """The groups of one layer's inputs trade places together with their scales, so values stay the same."""
     folder = quantize_folder(GOLDEN / "llama", tmp_path, EXAMPLES["gptq"])
     layer = "model.layers.1.mlp.up_proj."
     stored = load_file(folder / "model.safetensors")

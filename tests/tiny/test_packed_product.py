@@ -1,4 +1,4 @@
-"""The GPU's kernel for matrices in the bits of their checkpoint, interpreted; and its assembly, run here step by step."""
+"""The GPU's kernel for matrices in their checkpoint's bits, interpreted; its assembly is run step by step."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def random_matrix(scheme: Scheme, shape: tuple[int, int]) -> PackedMatrix:
 
 
 widen = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)
-"""Outside of a program, jax would compile every operation by itself."""
+"""Jitted, because outside jit jax would compile every operation separately."""
 
 
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_kernel_gives_the_product_of_the_numbers(name: str, rows: int) -> None:
-    """Of rounded rows; nothing else is rounded. Two groups of columns, and sums that programs share."""
+    """Rows are rounded, and nothing else. Covers two groups of columns, and sums that programs share."""
     matrix = random_matrix(SCHEMES[name], (192, 1024))
     x = np.random.default_rng(1).normal(size=(rows, 1024)).astype(BFLOAT16)
     tiling = choose_tiling(rows, (192, 1024), matrix.scheme)
@@ -69,7 +69,7 @@ def test_the_backend_multiplies_few_rows_with_the_kernel_and_many_with_xla() -> 
     for rows in (2, MAX_ROWS + 1):
         x = np.random.default_rng(rows).normal(size=(rows, 256)).astype(np.float32)
         wanted = x.astype(BFLOAT16).astype(np.float64) @ np.asarray(widen(matrix, BFLOAT16), np.float64).T
-        # XLA's way rounds the matrix, the kernel's does not.
+        # XLA rounds the matrix; the kernel does not.
         np.testing.assert_allclose(product(jnp.asarray(x), None), wanted, atol=5e-3 * np.abs(wanted).max())
     assert choose_tiling(MAX_ROWS + 1, (64, 256), matrix.scheme) is None
 
@@ -109,7 +109,7 @@ def test_the_assembly_makes_the_number_of_every_code(code: Code, is_second: bool
 
 
 def run_assembly(text: str, num_results: int, word: int, zeros: int) -> list[float]:
-    """The numbers in the results of PTX that uses the instructions below."""
+    """The values in the results of PTX that uses only the instructions below."""
     registers = {f"${number}": 0 for number in range(num_results)} | {f"${num_results}": word}
     registers |= {f"${num_results + 1 + number}": zeros for number in range(num_results)}
     body = text.removeprefix("{ .reg .b32 w, a, c; ").removesuffix(" }")

@@ -1,4 +1,4 @@
-"""Weights that an earlier start has prepared are mapped, are the same, and never stop a start."""
+"""Weights that an earlier start prepared are mapped, are the same, and never stop a start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ARRAYS = {
 
 @pytest.fixture
 def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models too, whatever disk the tests run on."""
+    """Keeps small models too, whatever disk the tests run on."""
     monkeypatch.setattr(prepared, "SMALLEST_BYTES", 0)
     monkeypatch.setattr(prepared, "FREE_SHARE", 0.0)
     monkeypatch.setattr(prepared, "IN_MEMORY", ())
@@ -52,7 +52,7 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a model was read from its own files, by its folder."""
+    """Counts how often a model was read from its own files, by its folder."""
     counts: Counter[str] = Counter()
     from levserve.weights import checkpoint
 
@@ -143,7 +143,7 @@ def test_who_holds_a_file_is_told_when_its_last_array_is_gone(tmp_path: Path) ->
     mapped.clear()
     assert not gone.is_set()
     held.delete()
-    gc.collect()  # as when a model is unloaded: jax lets go of what others gave it when Python collects
+    gc.collect()  # as when a model is unloaded: jax releases the memory when Python collects garbage
     assert gone.is_set()
 
 
@@ -232,7 +232,7 @@ def test_a_model_that_changed_is_prepared_again(model: Path, tmp_path: Path, kee
     before = load(model, tmp_path)
     (weights,) = model.glob("*.safetensors")
     data = bytearray(weights.read_bytes())
-    data[-2] ^= 1  # the file's size and its first part stay
+    data[-2] ^= 1  # the file's size and its first part stay the same
     weights.write_bytes(data)
     after = load(model, tmp_path)
     assert len(kept_files(tmp_path)) == 2
@@ -311,7 +311,7 @@ def test_a_writer_that_was_killed_leaves_nothing_that_is_read(tmp_path: Path, ke
 def test_of_two_starts_at_once_one_prepares(
     tmp_path: Path, keeps_all: None, conversions: Counter[str]
 ) -> None:
-    """Locks are of open files, so that threads stand for processes."""
+    """Locks belong to open files, so threads can stand for processes."""
     with ThreadPoolExecutor(3) as pool:
         first, *others = pool.map(lambda _: load(GOLDEN / "llama", tmp_path), range(3))
     assert conversions == {"llama": 1}
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
 def test_a_folder_that_can_only_be_read_is_used(
     tmp_path: Path, keeps_all: None, conversions: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the layer of an image; the tests may run as root, who can write everywhere."""
+    """As in the layer of an image. The tests may run as root, who can write everywhere."""
     first = load(GOLDEN / "llama", tmp_path)
 
     def refuse(*_: object) -> None:
@@ -378,7 +378,7 @@ def test_the_longest_unused_weights_make_room(tmp_path: Path, keeps_all: None) -
         names.append(new)
         os.utime(tmp_path / "weights" / new / ".lock", (len(names), len(names)))
     used = sum(file.stat().st_blocks * 512 for file in kept_files(tmp_path))
-    load(GOLDEN / "llama", tmp_path)  # used again, so that the second one goes
+    load(GOLDEN / "llama", tmp_path)  # used again, so the second one goes
     load(GOLDEN / "gemma2", tmp_path, "--quantize", "int8", "--weight-cache", str(used))
     left = {file.parent.name for file in kept_files(tmp_path)}
     assert names[1] not in left and names[0] in left and len(left) >= 2
@@ -446,7 +446,7 @@ def test_a_model_that_cannot_be_read_is_refused_as_without_a_cache(
 def test_a_server_answers_the_same_from_mapped_weights_and_takes_others(
     tmp_path: Path, keeps_all: None
 ) -> None:
-    """Weights that are swapped in later are not those of the file, and do not change it."""
+    """Weights that are swapped in later are not the file's, and do not change it."""
     flags = ("--quantize", "int8", "--cache-dir", str(tmp_path), "--page-size", "4", "--prefill-chunk", "16")
     stored = {
         name: array

@@ -1,4 +1,4 @@
-"""`logprobs_mode`: the log-probabilities of the distribution that a token was drawn from, against plain NumPy."""
+"""`logprobs_mode`: log-probabilities of the distribution that tokens were sampled from, against NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a product is shared among threads: every output once, in whole tiles, and finer where threads are many."""
+"""How a product is shared among threads: every output once, in whole tiles, and finer for many threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRODUCT = product_for(jnp.dtype(jnp.bfloat16), 64, HOST)
 
 
 def list_ranges(num_outs: list[int]) -> list[list[tuple[int, int]]]:
-    """The outputs of each task, for matrices of so many outputs."""
+    """The outputs of each task, for matrices with these numbers of outputs."""
     program = Program(HOST)
     with program.function("list_ranges", 2) as builder:
         num_out, place = builder.arguments

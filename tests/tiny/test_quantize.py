@@ -1,4 +1,4 @@
-"""Matrices in eight bits: close to what they stand for, and served as any other model is."""
+"""Matrices in eight bits: close to the originals, and served like any other model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quantized(
 
 
 def kept_by(linear: Linear) -> np.ndarray:
-    """What the matrix has become."""
+    """The values of the matrix as it is kept."""
     assert linear.scale is not None
     kept = np.asarray(linear.weight.array, np.float64) * np.asarray(linear.scale.array)[:, None]
     return rotate(kept) if linear.widened is None else kept
@@ -67,7 +67,7 @@ def matrix_and_rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 def largest_error(linear: Linear, x: np.ndarray) -> float:
-    """Against the exact product with what the matrix is kept as, relative to the sum of what was added up."""
+    """The error against the exact product of the kept matrix, relative to the sum of the terms' sizes."""
     kept = kept_by(linear)
     got = np.asarray(linear(hax.named(jnp.asarray(x), (Row, In))).rearrange((Row, Out)).array)
     return float(
@@ -110,7 +110,7 @@ def test_on_a_cpu_a_channel_that_is_far_larger_than_the_others_takes_little_from
 
 @pytest.mark.parametrize("name", NARROW)
 def test_on_a_gpu_products_are_those_of_the_numbers_that_are_kept(name: str) -> None:
-    """Widening loses nothing, so what is lost of activations is what any matrix in the type would lose."""
+    """Widening loses nothing, so activations lose only what they would with any matrix in the type."""
     matrix, x = matrix_and_rows()
     assert largest_error(quantized(matrix, name, GPU), x) < 1e-6
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
@@ -142,7 +142,7 @@ def test_an_int8_model_is_served_close_to_its_reference() -> None:
 
 @pytest.mark.parametrize(("name", "least", "most"), [("int8", 0.03, 0.08), ("fp8", 0.1, 0.35)])
 def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least: float, most: float) -> None:
-    """Measured: 0.046 and 0.20, of a random model, where bfloat16 moves log-probabilities by 0.02."""
+    """Measured: 0.046 and 0.20, with a random model, where bfloat16 moves log-probabilities by 0.02."""
     config = read_config(GOLDEN / "qwen3")
     quantization = choose_quantization(NARROW[name], GPU, BFLOAT16)
     arrays = load_arrays(GOLDEN / "qwen3", config, BFLOAT16, report=lambda _: None, quantization=quantization)

@@ -24,11 +24,11 @@ FLOAT32 = jnp.dtype(jnp.float32)
 QUANTIZED = GOLDEN / "quantized"
 FOLDERS = sorted(path.name for path in QUANTIZED.iterdir())
 DYNAMIC = ["ct-fp8-block-dynamic", "ct-fp8-channel-dynamic"]
-"""Those whose tool quantizes activations as well."""
+"""Checkpoints whose tool quantizes activations as well."""
 
 
 def open_model(folder: Path, *, keeps_bits: bool, rounds_rows: bool) -> Decoder:
-    """Activations are rounded only if the tool did it too for the golden file."""
+    """Builds a model; `rounds_rows` is true only if the tool rounded activations for the golden file too."""
     config = read_config(folder)
     schemes = read_schemes(folder, config, 1)
     computed = {name: replace(scheme, rounds_rows=rounds_rows) for name, scheme in schemes.items()}
@@ -58,7 +58,7 @@ def test_a_checkpoint_computes_what_the_tool_that_wrote_it_computes(name: str, k
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_activations_in_fp8_are_rounded_as_the_tool_rounds_them(name: str) -> None:
-    """A number between two FP8 may be rounded to the other one, because sums before it differ in their last bits."""
+    """A value between two FP8 values may be rounded either way, as earlier sums differ in their last bits."""
     schemes = read_schemes(QUANTIZED / name, read_config(QUANTIZED / name), 1)
     assert all(scheme.rounds_rows for scheme in schemes.values())
     differences = []

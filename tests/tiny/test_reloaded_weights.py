@@ -1,4 +1,4 @@
-"""Weights read for a reload: the leaves that a start would make of them, and no more than the host can hold."""
+"""Weights read for a reload: the leaves that a start would make, and no more than the host can hold."""
 
 from __future__ import annotations
 

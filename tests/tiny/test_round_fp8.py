@@ -1,4 +1,4 @@
-"""The GPU's kernels that round activations to FP8 with what comes before, interpreted, and who asks for them."""
+"""The GPU's kernels that round activations to FP8 with what comes before, interpreted, and their use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 BLOCKS = Scheme(Code.FP8, 128, 128, rounds_rows=True)
 INTERPRETED = GpuBackend(interpret=True)
 ROWS, CHUNK = Axis("row", 20), Axis("chunk", 2)
-"""More rows than those that a product rounds itself."""
+"""More rows than a product rounds itself."""
 SILU = Gate(Activation.SILU, True, None, 0.0)
 
-# Outside of a program, jax would compile every operation by itself.
+# Outside jit, jax would compile every operation separately.
 round_by_xla = jax.jit(round_rows, static_argnums=1)
 
 
@@ -42,26 +42,26 @@ def multiply(product: Linear, x: hax.NamedArray, norm: Norm | None = None) -> ha
 
 
 def multiply_normed(product: Linear, x: hax.NamedArray, norm: Norm | None) -> hax.NamedArray:
-    """By a program of its own, so that whoever is asked is asked again."""
+    """Traces a new program each time, so that the backend's functions are called again."""
     made: hax.NamedArray = jax.jit(lambda product, x, norm: product.of_normed(x, norm))(product, x, norm)
     return made
 
 
 def random_rows(*shape: int) -> NDArray[np.float32]:
-    """As activations are: some rows and channels are far larger than others."""
+    """Rows like those of activations: some rows and channels are far larger than others."""
     random = np.random.default_rng(sum(shape))
     spread = np.exp(random.normal(size=(*shape[:-1], 1)) + random.normal(size=shape[-1]))
     return (random.normal(size=shape) * spread).astype(np.float32)
 
 
 def steps_of(rounded: Fp8Rows) -> NDArray[np.int32]:
-    """Codes as numbers of which neighbours differ by one."""
+    """Codes as integers, of which neighbouring values differ by one."""
     bits = np.asarray(rounded.codes).view(np.uint8).astype(np.int32)
     return np.where(bits < 128, bits, 128 - bits)
 
 
 def check(got: Fp8Rows, exactly: NDArray[np.float64], group: int) -> None:
-    """All numbers are rounded alike, but for those on the edge between two, where a last bit decides."""
+    """All values are rounded alike, except on the edge between two, where a last bit decides."""
     wanted = round_by_xla(exactly.astype(ml_dtypes.bfloat16), group)
     np.testing.assert_allclose(got.largest, wanted.largest, rtol=2**-7)
     apart = np.abs(steps_of(got) - steps_of(wanted))
@@ -82,7 +82,7 @@ def test_rows_are_rounded_as_xla_rounds_them(width: int, group: int, dtype: jnp.
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize(("width", "group"), [(1024, 128), (384, 128), (320, 64)])
 def test_a_norm_is_rounded_whatever_the_width(width: int, group: int, dtype: jnp.dtype) -> None:
-    """Three and five groups are no power of two, and are padded."""
+    """Three and five groups are not powers of two, and are padded."""
     x, weight = random_rows(3, width).astype(dtype), random_rows(width)
     got = round_normed(x, weight, eps=0.25, group=group, interpret=True)
     wide = np.asarray(x, np.float64)
@@ -117,7 +117,7 @@ def test_groups_that_triton_cannot_have_are_left_to_xla() -> None:
 
 
 class Calls(list[str]):
-    """Which of the backend's roundings were asked for."""
+    """The backend's roundings that were called."""
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def close(got: hax.NamedArray, wanted: hax.NamedArray) -> bool:
 
 
 def difference_of(got: hax.NamedArray, wanted: hax.NamedArray) -> float:
-    """As a part of what is wanted."""
+    """The difference relative to what is wanted."""
     names = [axis.name for axis in wanted.axes]
     ordered = np.transpose(wanted.array, [names.index(axis.name) for axis in got.axes])
     return float(np.linalg.norm(np.asarray(got.array) - ordered) / np.linalg.norm(ordered))
@@ -214,7 +214,7 @@ def test_a_feed_forward_layer_rounds_once_for_each_product(
     got = run(layer(INTERPRETED), x, norm)
     assert calls == ["round_normed", "round_gated"]
     wanted = run(layer(XlaBackend()), x, norm)
-    # The first product is rounded to bfloat16 for many rows, and FP8 after that differs by a step here and there.
+    # With many rows the first product is rounded to bfloat16, so some FP8 values after it differ by a step.
     assert difference_of(got, wanted) < 0.02
 
 
@@ -234,6 +234,6 @@ def test_products_of_many_rows_come_in_bfloat16_where_they_may_be_rounded(code: 
         x = hax.named(jnp.asarray(random_rows(num_rows, In.size)), (Axis("row", num_rows), In))
         got = np.asarray(
             product(x).array
-        )  # one operation at a time: a program would not round what it widens again
+        )  # one operation at a time: a program would skip rounding before it widens
         assert got.dtype == FLOAT32
         assert bool((got == got.astype(BFLOAT16).astype(FLOAT32)).all()) == is_rounded

@@ -1,4 +1,4 @@
-"""Sampling options on their way to the device: from one table, and none is forgotten."""
+"""Sampling options reach the device by way of one table, and none is forgotten."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGED: dict[str, Any] = {
     "num_logprobs": 0,
     "logprobs_mode": LogprobsMode.PROCESSED,
 }
-"""A value for every option that is not its default."""
+"""A value other than the default for every option."""
 
 
 def request(**options: Any) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""The sampler: each rule against the distribution it should draw from, and the same draw in any company."""
+"""The sampler: each rule against its distribution, and the same tokens in any company."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ VOCAB = 300
 DRAWS = 2_000
 ROWS_AT_A_TIME = 250
 NUM_SLOTS = 6
-"""For masks, whatever the number of rows, so that tests with masks and others share programs."""
+"""Slots for masks, whatever the number of rows, so that tests with masks and others share programs."""
 LOGITS = np.concatenate([np.linspace(3, 0, 12), np.full(VOCAB - 12, -9.0)]).astype(np.float32)
 """Twelve tokens of some weight and a long flat tail that together weighs little."""
 
 
 WAYS = ("xla", "cpu", "gpu")
-"""Whose way draws: XLA's, the kernel of CPUs, or the kernel of NVIDIA's GPUs."""
+"""The implementations of sampling: XLA's, the kernel of CPUs, and the kernel of NVIDIA's GPUs."""
 by_all = pytest.mark.parametrize("way", WAYS)
 on_a_cpu = pytest.mark.parametrize("way", WAYS[:2])
 
 
 class SmallSteps(GpuBackend):
-    """The kernel for NVIDIA GPUs in small steps, so that a small vocabulary takes several, and the last is not full.
+    """The kernel for NVIDIA GPUs in small steps: a small vocabulary takes several, and the last is not full.
 
-    The interpreter copies all of its arguments for each row, so many rows are drawn some at a time: with jax 0.11 this
-    file takes 60 CPU-seconds, and took 160.
+    The interpreter copies all arguments for each row, so many rows are sampled some at a time: with jax
+    0.11 this file then takes 60 CPU-seconds instead of 160.
     """
 
     def draw(self, *given: jax.Array) -> Likeliest:
@@ -72,7 +72,7 @@ sample_some_rows = jax.jit(sample_by, static_argnames=("mode", "way"))
 sample_many_rows = jax.jit(
     sample_by, static_argnames=("mode", "way"), compiler_options={"xla_backend_optimization_level": 1}
 )
-"""Takes a third of the time for thousands of rows, but three times as long to compile: for sizes that many tests have."""
+"""Takes a third of the time for thousands of rows, but three times as long to compile: for frequent sizes."""
 
 
 def draw(
@@ -144,7 +144,7 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
     rules = make_rules(6, top_k=[0, 3, 0, 3, 0, 3], top_p=[1, 1, 0.9, 0.9, 0.9, 0.9])
     memory, positions = make_memory(6), jnp.full(6, 5, jnp.int32)
     clean = np.tile(LOGITS, (6, 1))
-    clean[4, 20:] = -np.inf  # a token that cannot be drawn is no fault
+    clean[4, 20:] = -np.inf  # a token that cannot be sampled is not an error
     broken = clean.copy()
     broken[1, place], broken[2, place], broken[3] = np.nan, np.inf, -np.inf
     wanted = np.asarray(draw(jnp.asarray(clean), positions, rules, memory, mode, way).tokens)
@@ -154,7 +154,7 @@ def test_a_row_that_is_not_finite_is_marked_and_no_other_row_changes(
 
 
 def test_a_nan_is_seen_in_any_of_many_rows() -> None:
-    """The largest of 16 rows of 384 are found by code of XLA's own for large arrays, which overlooks NaN."""
+    """For 16 rows of 384, XLA finds the largest with code for large arrays, which overlooks NaN."""
     logits = np.random.default_rng(0).standard_normal((16, 384)).astype(np.float32)
     logits[np.arange(15), np.arange(15) * 25] = np.nan
     values = jax.jit(XLA_ON_CPU.likeliest)(logits).values
@@ -170,7 +170,7 @@ def draw_many(
     masks: Masks | None = None,
     **rules: object,
 ) -> np.ndarray:
-    """One token for each of DRAWS seeds."""
+    """Samples one token for each of DRAWS seeds."""
     rows = jnp.broadcast_to(jnp.asarray(logits), (DRAWS, len(logits)))
     positions = jnp.full(DRAWS, position, jnp.int32)
     given = make_rules(DRAWS, **rules), memory or make_memory(DRAWS)
@@ -183,7 +183,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check_distribution(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-square at about five sigma, with rare tokens lumped together; nothing of probability 0 was drawn."""
+    """Chi-square at about five sigma, with rare tokens lumped together; nothing impossible was sampled."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert counts[probabilities == 0].sum() == 0
     common = probabilities * len(tokens) >= 5
@@ -396,7 +396,7 @@ def test_the_largest_are_found_in_order_and_of_equals_the_first(count: int, voca
     rows = np.stack([rng.integers(0, 40, vocab), rng.integers(0, 5_000, vocab), np.arange(vocab)]).astype(
         np.float32
     )
-    rows[0, 100:] = -np.inf  # fewer than are looked for
+    rows[0, 100:] = -np.inf  # fewer values than are wanted
     values, places = jax.jit(largest, static_argnums=1)(rows, count)
     wanted = np.argsort(-rows, axis=1, kind="stable")[:, :count]
     np.testing.assert_array_equal(places, wanted)
@@ -423,7 +423,7 @@ def test_logprobs_are_the_raw_models_and_hold_the_best(way: str) -> None:
 
 
 def test_malloc_keeps_what_sampling_many_rows_needs_from_step_to_step() -> None:
-    """What is larger is taken from the system and returned each time, which took 8 ms of a step of 32 rows."""
+    """Larger memory is taken from the system and returned each time, which took 8 ms of a step of 32 rows."""
     rows, vocab = 32, 49_152
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
     given = jnp.zeros(rows, jnp.int32), make_rules(rows), make_memory(rows, vocab=vocab)
@@ -433,7 +433,7 @@ def test_malloc_keeps_what_sampling_many_rows_needs_from_step_to_step() -> None:
 
 
 def mask_of(rules: Rules, allowed: list[int], at: int) -> Masks:
-    """Masks by which every row that is constrained may draw only these tokens for the position `at`."""
+    """Masks that allow constrained rows only these tokens, at the position `at`."""
     rows = len(rules.is_constrained)
     words = np.zeros((NUM_SLOTS, -(-VOCAB // 32)), np.uint32)
     for token in allowed:

@@ -44,7 +44,7 @@ def wide_client() -> Iterator[FlaskClient]:
         wait_until(lambda: not programs.has_cold, COMPILE_SECONDS)
         watcher = Watcher()
         client = create_app(running.registry, Settings(), watcher).test_client()
-        complete(client, "t17", max_tokens=1)  # and so the last first run is over
+        complete(client, "t17", max_tokens=1)  # so the first run of the last program is over
         yield client
         watcher.stop()
 
@@ -63,7 +63,7 @@ def complete(client: FlaskClient, prompt: Any, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def generated(client: FlaskClient) -> Any:
-    """A greedy answer and its own numbers."""
+    """A greedy answer and its own log-probabilities."""
     return complete(client, PROMPT, max_tokens=24, logprobs=2, ignore_eos=True, skip_special_tokens=False)
 
 

@@ -1,4 +1,4 @@
-"""Scores of a chunk by tiles: those that are wanted are the same, and the others are not computed."""
+"""Scores of a chunk by tiles: wanted scores are the same, and the others are not computed."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_only_tiles_with_a_wanted_position_are_scored(wanted: tuple[range, ...],
 
 
 def _floats(outputs: jax.Array) -> np.ndarray:
-    """The log-probability of each position's next token; it is stored as its bits."""
+    """The log-probability of each position's next token, which is stored as its bits."""
     return np.asarray(outputs[:, 1]).view(np.float32)

@@ -1,7 +1,8 @@
 """Drafts, forks, masks and reloads on int8 matrices that two devices share: all of it in one engine.
 
-The devices are parts of this machine's CPU (see `conftest.py`). That sharing computes what one device computes is
-`test_tensor_parallel.py`'s; here one engine is compared with itself. The matrices are packed where the CPU has an instruction for it.
+The devices are parts of this machine's CPU (see `conftest.py`). `test_tensor_parallel.py` checks that two
+devices compute what one computes; here one engine is compared with itself. The matrices are packed where
+the CPU has an instruction for it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def test_it_says_about_what_the_model_says(narrow: Running) -> None:
     case = max(CASES, key=lambda case: len(case["prompt"]))
     (answer,) = narrow.run(ask(case["prompt"], 1, score_from=1))
     scores = [score.logprob for score in answer.prompt_logprobs]
-    # 0.08 is what int8 costs on one device; with the parts of two devices mixed up it would be above 4.
+    # int8 costs 0.08 on one device; with the parts of two devices mixed up it would be above 4.
     assert np.abs(np.array(scores) - case["prompt_logprobs"][1:]).mean() < 0.3
 
 

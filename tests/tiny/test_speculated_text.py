@@ -1,4 +1,4 @@
-"""An engine that drafts from what was said before writes the text that it writes without drafts."""
+"""An engine that drafts from earlier text writes the text that it writes without drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny.test_engine import cases_of
 
 
 class Switch(Speculation):
-    """Drafts when it is told to, so that a test does not hang on what is faster here today."""
+    """Drafts when it is told to, so that no test depends on what is faster on this machine."""
 
     is_on = True
 
@@ -32,7 +32,7 @@ class Switch(Speculation):
 
 @pytest.fixture(scope="module")
 def mistral() -> Iterator[Running]:
-    """An engine that drafts, once its programs are ready for it; some layers of its model see a window."""
+    """An engine that drafts once its programs are ready; some layers of its model have a window."""
     flags = ("--speculate", str(NUM_DRAFT), "--page-size", "4", "--kv-pages", "40", "--prefill-chunk", "32")
     with running_engine(GOLDEN / "mistral", *flags, rows=2, compiles_all=True) as running:
         running.wait_compiled()
@@ -45,7 +45,7 @@ def mistral() -> Iterator[Running]:
 
 @contextmanager
 def checked(running: Running) -> Iterator[None]:
-    """Sees that drafts are checked inside, and that some of their tokens are right and some are not."""
+    """Checks that drafts are verified inside, and that some of their tokens are right and some are not."""
 
     def counts() -> tuple[float, float, float]:
         return (
@@ -56,7 +56,7 @@ def checked(running: Running) -> Iterator[None]:
 
     before = counts()
     yield
-    running.wait_idle()  # what it still does for somebody who has stopped reading counts as well
+    running.wait_idle()  # work for a client that has stopped reading counts as well
     drafts, tokens, right = (after - old for after, old in zip(counts(), before))
     assert 0 < drafts and 0 < right < tokens <= NUM_DRAFT * drafts
 
@@ -76,7 +76,7 @@ def run_without(running: Running, *requests: GenerationRequest) -> list[Answer]:
 
 
 def test_greedy_text_is_the_references(mistral: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references say little twice, so drafts are taken from them, with a wrong token at a place that changes."""
+    """The references repeat little, so drafts are taken from them, with a wrong token at a varying place."""
     cases = cases_of("mistral")
     texts = [[*case["prompt"], *case["greedy"]] for case in cases]
 
@@ -101,7 +101,7 @@ LOOP = [5, 6, 7, 8] * 4
 FEW = {
     "temperature": 1.0,
     "logit_bias": ((17, 20.0), (18, 20.0), (19, 20.0)),
-}  # so that a draw repeats what was drawn before
+}  # so that samples repeat earlier ones
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def test_a_stop_string_inside_an_accepted_draft_ends_the_text_where_it_begins(mi
 def test_a_preemption_among_drafts_loses_nothing(mistral: Running) -> None:
     requests = [
         ask([number, *LOOP], 90, seed=number, **FEW) for number in range(20, 24)
-    ]  # 27 pages each, of 40
+    ]  # 27 of 40 pages each
     before = mistral.metric("preemptions_total")
     with checked(mistral):
         answers = mistral.run(*requests)

@@ -1,4 +1,4 @@
-"""A start imports only what its model needs, and does not search it for garbage again and again."""
+"""A start imports only what its model needs, and does not collect garbage again and again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.pure.test_floors import imported_by
 
 
 def test_a_start_does_without_what_only_other_models_need(tmp_path: Path) -> None:
-    """Which is tensorstore, for Levanter's checkpoints, and transformers, for tokenizers in files of another kind."""
+    """That is tensorstore, for Levanter's checkpoints, and transformers, for other tokenizer files."""
     (tmp_path / "template").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     flags = [
         "--dry-run",

@@ -1,4 +1,4 @@
-"""Models that several devices share: they compute what one device computes, and exchange as little as they must.
+"""Models that several devices share compute what one device computes, and exchange as little as they must.
 
 The devices are four parts of this machine's CPU (see `conftest.py`).
 """
@@ -49,7 +49,7 @@ from tests.tiny.test_loaded_weights import read_folder
 FLOAT32 = jnp.dtype(jnp.float32)
 CASES = json.loads((GOLDEN / "llama" / "golden.json").read_text())["cases"]
 SIZES = ("--page-size", "4", "--prefill-chunk", "16")
-"""Those of other tests, so that programs for one device are found."""
+"""The sizes of other tests, so that their programs for one device are found."""
 PAGE_SIZE = 8
 NUM_SCORED = 12
 """Generated tokens of a golden case that are scored after its prompt."""
@@ -62,14 +62,14 @@ def golden_case(family: str) -> tuple[list[int], int]:
 
 
 def golden_logprobs(family: str) -> list[float]:
-    """Of all tokens of the golden case but its first."""
+    """The log-probabilities of all tokens of the golden case except the first."""
     case: dict[str, Any] = json.loads((GOLDEN / family / "golden.json").read_text())["cases"][0]
     return [*case["prompt_logprobs"][1:], *case["greedy_logprobs"][:NUM_SCORED]]
 
 
 @functools.cache
 def score(family: str, count: int, quantization: Quantization | None = None) -> NDArray[np.float32]:
-    """Log-probabilities [place, word] of a golden case on so many devices."""
+    """Log-probabilities [place, token] of a golden case on `count` devices."""
     config = read_config(GOLDEN / family)
     mesh = make_mesh(jax.devices()[:count])
     arrays = load_arrays(
@@ -94,17 +94,19 @@ def score(family: str, count: int, quantization: Quantization | None = None) -> 
 
 
 ON_TWO = ("llama", "mixtral", "deepseek3", "gpt2")
-"""One of each kind that is shared otherwise by two devices than by four: keys and values that all devices have a copy of or a part of, experts,
-latent attention, and joined matrices with biases."""
+"""One family for each part that two devices share differently than four: keys and values that each device
+has a copy of or a part of, experts, latent attention, and joined matrices with biases."""
 
 
 CUT_LIKE_OTHERS = {"llama3-rope", "mistral", "gemma", "phi3", "olmo2", "granite"}
-"""Their arrays have the names and the shares of llama's, gemma2's and olmo3's, and what they compute otherwise every device does by itself."""
+"""Their arrays have the names and shares of those of llama, gemma2 and olmo3; where they compute something
+else, every device does it on its own."""
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in CUT_LIKE_OTHERS])
 def test_families_compute_on_two_and_four_devices_what_their_references_do(family: str) -> None:
-    """On two devices one of each kind: a program of three layers for several devices takes a second to compile."""
+    """Two devices run only one family of each kind: a program of three layers for several devices takes a
+    second to compile."""
     tokens, prompt_len = golden_case(family)
     by_four = score(family, 4)
     if family in ON_TWO:
@@ -118,7 +120,7 @@ def test_families_compute_on_two_and_four_devices_what_their_references_do(famil
 def test_matrices_are_quantized_after_they_are_cut(in_blocks: bool) -> None:
     quantization = choose_quantization(NARROW["int8"], XLA_ON_CPU, FLOAT32, in_blocks=in_blocks)
     exact, alone, shared = score("llama", 1), score("llama", 1, quantization), score("llama", 4, quantization)
-    # Each device has scales of its own, so that nothing is equal; what is lost is as much as on one device.
+    # Each device has scales of its own, so nothing is equal; as much is lost as on one device.
     assert np.abs(shared - exact).mean() < 1.3 * np.abs(alone - exact).mean()
 
 
@@ -159,7 +161,7 @@ def test_of_a_gguf_file_too_each_device_gets_its_part(kind: Kind, tmp_path: Path
     path = write_gguf(tmp_path / "model.gguf", metadata_of("llama"), tensors)
     config = read_config(path)
     whole = dict(read_arrays(path, config, FLOAT32, report=print))
-    # A part of `down` begins at a block of 32 numbers, one of `out` within a block.
+    # A part of `down` begins at a block of 32 values, one of `out` within a block.
     shards = Shards(4, (3,))
     for array, host in read_arrays(path, config, FLOAT32, report=print, shards=shards):
         np.testing.assert_array_equal(host, cut(array, whole[array], config, shards))
@@ -171,7 +173,7 @@ def test_of_a_gguf_file_too_each_device_gets_its_part(kind: Kind, tmp_path: Path
 def test_what_other_devices_hold_is_not_read(name: str, part: Any) -> None:
     config, arrays = read_config(GOLDEN / "llama"), read_folder(GOLDEN / "llama")
     spoilt = arrays[f"model.layers.1.self_attn.{name}.weight"].copy()
-    spoilt[part] = np.nan  # whoever reads it says so
+    spoilt[part] = np.nan  # reading it is an error
     tensors = tensors_in_memory(arrays | {f"model.layers.1.self_attn.{name}.weight": spoilt}, config)
     list(convert_tensors(tensors, config, FLOAT32, report=print, shards=Shards(4, (2, 3))))
     with pytest.raises(StartupError, match=f"{name}.weight is corrupt"):
@@ -179,7 +181,7 @@ def test_what_other_devices_hold_is_not_read(name: str, part: Any) -> None:
 
 
 def cut(name: str, whole: NDArray[Any], config: ModelConfig, shards: Shards) -> NDArray[Any]:
-    """The shares of an array, by the table alone."""
+    """The shares of an array, according to the table alone."""
     shares = []
     for index in shards.here:
         share = share_of(name, whole.ndim, config, shards.count, index)

@@ -44,7 +44,7 @@ CASES = {
 
 @without_older_objects()
 def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights, its pages and its programs: nothing that jax made for it is alive."""
+    """Its weights, pages and programs: nothing that jax made for it is alive."""
     programs: WeakSet[Programs] = WeakSet()
     make = Programs.__init__
 
@@ -57,7 +57,7 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
         (tmp_path / name).symlink_to(GOLDEN / name)
     given = ["--models-dir", str(tmp_path), "--max-running", "4", "--cache-dir", str(cache_folder()), *FLAGS]
     settings = parse_settings(given, {})
-    arrays = jax.live_arrays()  # held: what other tests left may not go between two counts
+    arrays = jax.live_arrays()  # held, so that arrays of other tests do not go between two counts
     engine = Engine(max_inflight=8, metrics=Metrics())
     registry = Registry(engine)
     thread = threading.Thread(
@@ -73,7 +73,7 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
             taken = handle.resident.num_bytes
             wait_until(
                 lambda: num_bytes_besides(arrays) >= kept + taken
-            )  # a program's first run exchanges its model's pages
+            )  # a program's first run replaces its model's pages
             request = GenerationRequest("one", tuple(CASES["qwen2"]["prompt"]), 24, Sampling(temperature=0.0))
             (answer,) = read(engine.submit([request], handle.model))
             assert answer.tokens == CASES["qwen2"]["greedy"]
@@ -81,7 +81,7 @@ def test_an_unloaded_model_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
         gc.freeze()  # as a server does when it is ready
         registry.unload("qwen2")
         wait_until(lambda: abs(num_bytes_besides(arrays) - kept) < taken // 100)
-        wait_until(lambda: num_alive(programs) == 1)  # a thread that compiles for it may end after its arrays
+        wait_until(lambda: num_alive(programs) == 1)  # a thread that compiles for it may end later
     finally:
         engine.stop()
         thread.join(60)

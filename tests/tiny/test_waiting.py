@@ -1,4 +1,4 @@
-"""Threads of a call wait for each other: a stage sees all of the one before, and nobody sleeps for ever."""
+"""Threads of a call wait for each other: a stage sees all of the one before, and no thread sleeps forever."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def set_way(
 
 @dataclass
 class Counter:
-    """A counter, the count of those that sleep until it is 1, and the functions that a kernel has for both."""
+    """A counter, the number of threads that sleep until it is 1, and a kernel's functions for both."""
 
     words: ctypes.Array[ctypes.c_int64] = field(default_factory=ctypes.c_int64 * 2)
 
@@ -87,7 +87,7 @@ def test_a_thread_sleeps_after_a_yield_that_took_as_long_as_a_turn(monkeypatch: 
         wait_until(lambda: counter.num_sleepers == 1)
         counter.reach()
     counter.words[0] = 0
-    with running(counter.wait):  # and it is remembered
+    with running(counter.wait):  # the long yield is remembered
         wait_until(lambda: counter.num_sleepers == 1)
         counter.reach()
     assert counter.num_sleepers == 0
@@ -107,7 +107,7 @@ def test_a_thread_sleeps_beside_a_busy_process_on_its_core(monkeypatch: pytest.M
     counter, core = Counter(), {min(os.sched_getaffinity(0))}
 
     def wait_on_core() -> None:
-        os.sched_setaffinity(0, core)  # of this thread
+        os.sched_setaffinity(0, core)  # of this thread only
         counter.wait()
 
     busy = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_a_thread_sleeps_beside_a_busy_process_on_its_core(monkeypatch: pytest.M
 
 
 def carousel(name: str) -> Kernel:
-    """Moves numbers to their right neighbour's place plus one, there and back again, in tasks of one number each."""
+    """Moves each number, plus one, a place to the right: to shared memory and back, one number per task."""
 
     def num_tasks(call: Call) -> Value:
         return call.builder.constant(NUM_TASKS)
@@ -160,7 +160,7 @@ def carousel(name: str) -> Kernel:
 def test_threads_that_sleep_are_woken_and_see_what_was_done(
     way: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With hardly a look before they sleep, and more threads than cores, nearly every wait is a sleep."""
+    """Threads hardly look before they sleep, and outnumber the cores, so nearly every wait is a sleep."""
     monkeypatch.setenv("NPROC", "6")
     set_way(monkeypatch, **way)
     name = xla_call.register(carousel("carousel_" + "_".join(map(str, way.values()))))

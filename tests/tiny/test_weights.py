@@ -88,7 +88,7 @@ def load(path: Path, dtype: jnp.dtype = FLOAT32) -> dict[str, jax.Array]:
 
 
 def change_config(folder: Path, **changes: object) -> Path:
-    """Writes `changes` into a folder's config.json; a value of `...` takes the key out."""
+    """Writes `changes` into a folder's config.json; a value of `...` removes the key."""
     path = folder / "config.json"
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
@@ -96,7 +96,7 @@ def change_config(folder: Path, **changes: object) -> Path:
 
 
 def change_tensors(folder: Path, changes: dict[str, NDArray[np.generic] | None]) -> Path:
-    """Writes `changes` into a folder's weights; None takes the tensor out."""
+    """Writes `changes` into a folder's weights; None removes the tensor."""
     path = folder / "model.safetensors"
     tensors = {**load_file(path), **changes}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
@@ -668,7 +668,7 @@ def test_arrays_have_the_names_shapes_and_types_of_the_model(family: str, dtype:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_lands_where_it_should(family: str) -> None:
-    """Said here once more in the words of the reference: which matrices are stacked, turned over and kept less one."""
+    """States again, in the reference's terms, what is stacked, transposed or stored less one."""
     arrays, file = load(GOLDEN / family), load_file(GOLDEN / family / "model.safetensors")
     config = read_config(GOLDEN / family)
     gpt2, gemma = family == "gpt2", family.startswith("gemma")
@@ -1068,7 +1068,7 @@ def write_big_float32_model(folder: Path) -> Path:
 
 def test_loading_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     folder = write_big_float32_model(tmp_path)
-    load(folder, BFLOAT16)  # whatever jax sets up once
+    load(folder, BFLOAT16)  # sets up what jax needs once
     tracemalloc.start()
     try:
         arrays = load(folder, BFLOAT16)

@@ -1,4 +1,4 @@
-"""Kernels are called only by an XLA whose call structs lie where they are expected, and fail cleanly without memory."""
+"""Kernels run only in an XLA whose call structs have the expected layout, and fail cleanly without memory."""
 
 from __future__ import annotations
 
