@@ -26,7 +26,7 @@ from tests.images import find_podman
 from tests.kubectl import find_kubectl
 from tests.mosaic import find_interpreter
 from tests.nginx import find_nginx
-from tests.node import NotHad, package_folder
+from tests.node import NotAvailable, package_folder
 from tests.units import find_analyzer
 
 # Read by jax when a test first imports it, here and in the servers that tests start: a mix of types or ranks that jax
@@ -60,12 +60,24 @@ settings.register_profile("quick", NO_CLOCK, max_examples=40)
 settings.register_profile("thorough", NO_CLOCK, max_examples=1000)
 settings.load_profile("quick")
 
+# Compiled code outlives a test run: the next run compiles only what has changed. Entries are found by what they were made
+# from, so removing the folder changes nothing but the time that tests take.
+KEPT_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "levserve-tests"
+KEPT_SECONDS = 30 * 24 * 3600
+
+# Everything else that tests cache is in a folder of this run.
 CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
 if (
     CACHE_VARIABLE not in os.environ
-):  # in the first process of a test run; those that it starts share the folder
+):  # the first process of a run; the processes that it starts share the folder
     os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="levserve-test-")
     atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
+    for name in ("programs", "kernels"):
+        (KEPT_FOLDER / name).mkdir(parents=True, exist_ok=True)
+        Path(os.environ[CACHE_VARIABLE], name).symlink_to(KEPT_FOLDER / name)
+    for kernel in (KEPT_FOLDER / "kernels").iterdir():
+        if kernel.stat().st_mtime < time.time() - KEPT_SECONDS:
+            kernel.unlink(missing_ok=True)
 
 # Where Python may not write bytecode beside its sources, every server that a test starts would compile jax anew: 6 s of a
 # core instead of 2. Bytecode goes to the folder of this test run instead.
@@ -179,7 +191,7 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str, find:
         return
     try:
         find()
-    except NotHad as reason:
+    except NotAvailable as reason:
         items[:] = [item for item in items if item not in wanting]
         config.hook.pytest_deselected(items=wanting)
         config.stash[LEFT_OUT].append(f"{len(wanting)} deselected: {reason}")

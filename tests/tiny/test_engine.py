@@ -19,6 +19,7 @@ from levserve.device.in_flight import InFlightRound, PrefillRow
 from levserve.device.programs import Programs, Shape
 from levserve.device.rounds import ChunkOutput
 from levserve.device.sizing import Sizes, plan_sizes
+from levserve.jit import code_cache
 from levserve.model import cache
 from levserve.model.rules import Mode
 from levserve.schedule.commit import Sampled
@@ -29,7 +30,8 @@ from tests.engines import Running, ask, read, running_engine
 from tests.waiting import COMPILE_SECONDS, wait_until
 
 ROWS = 16
-# Engines of the same sizes find the programs that the first of them compiled, and compiling is most of what these tests cost.
+# Engines of the same sizes find the programs that the first of them compiled; compiling takes most of the
+# time of these tests.
 SMALL = ("--page-size", "4", "--prefill-chunk", "16")
 LLAMA = ("--page-size", "4", "--kv-pages", "512", "--prefill-chunk", "32")
 LARGE_CHUNKS = ("--page-size", "4", "--kv-pages", "256", "--prefill-chunk", "128")
@@ -42,7 +44,7 @@ def cases_of(family: str) -> list[dict[str, Any]]:
 
 
 def in_short_rows(*args: Any, **given: Any) -> Sizes:
-    """As on a GPU, but small. The only prefill program has four rows, so that prompts share it from the start."""
+    """Sizes as on a GPU, but small: the only prefill program has four rows, so prompts share it at once."""
     return replace(plan_sizes(*args, **given), chunk_sizes=(32,), prefill_row_tokens=8)
 
 
@@ -131,7 +133,7 @@ def test_a_first_token_does_not_wait_for_the_rows_of_its_round(
 
 
 def test_chunks_are_waited_for_where_no_prompt_ends_too() -> None:
-    """Else the rest of the round would seem to take as long as both, and leave the more time for the next chunk."""
+    """Otherwise decoding would seem to take as long as both, and the next chunk could be larger."""
     waited: list[str] = []
     output = SimpleNamespace(block_until_ready=lambda: waited.append("for the chunk"))
     request = ask([1, 2, 3])
@@ -153,7 +155,7 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
         prefills = [shape for shape in programs.all_shapes if shape.is_prefill and not shape.is_sample_only]
         programs.compile_only([*prefills, Shape(programs.first_shapes[-1].size, Mode.FULL)])
         wait_until(lambda: not programs.has_cold, COMPILE_SECONDS)
-        running.run(ask([1], 1))  # and so the last first run is over
+        running.run(ask([1], 1))  # so the first run of the last program is over
         for length, sizes in ((40, [16, 16, 8]), (100, [128])):
             used.clear()
             running.run(ask([length] * length, 1))
@@ -265,7 +267,7 @@ def test_a_prompt_seen_before_is_not_computed_again(llama: Running) -> None:
     assert second.tokens == first.tokens
     assert (
         llama.metric("prefill_tokens_total") - before == 4
-    )  # the last page's worth: one token at least is computed
+    )  # the last page: at least one token must be computed
 
 
 @pytest.mark.parametrize("case", cases_of("llama"), ids=lambda case: f"{len(case['prompt'])} tokens")
@@ -291,7 +293,7 @@ def test_a_scored_continuation_reuses_its_context(llama: Running) -> None:
     (only,) = llama.run(ask([*context, *ending], 0, score_from=len(context), num_logprobs=0))
     assert (
         llama.metric("prefill_tokens_total") - before == 4 + 3
-    )  # from the page in which the context's last token lies
+    )  # computed from the page that holds the context's last token
     np.testing.assert_allclose(
         [entry.logprob for entry in only.prompt_logprobs],
         [entry.logprob for entry in whole.prompt_logprobs[-3:]],
@@ -374,7 +376,10 @@ def test_a_penalty_remembers_after_a_preemption_and_a_new_slot(llama: Running) -
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
 
 
-def test_no_request_waits_for_a_compile_after_ready() -> None:
+def test_no_request_waits_for_a_compile_after_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        code_cache, "current", code_cache.CodeCache()
+    )  # other engines of this process use one
     compiled_on: list[str] = []
 
     def note(event: str, _: float, **__: object) -> None:
