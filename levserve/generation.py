@@ -25,7 +25,15 @@ from levserve.engine.stream import OnBatch, TokenStream
 from levserve.errors import BadRequest, DeadlineExceeded, Poisoned, ServeError, Unavailable
 from levserve.schedule.request import FinishReason, PooledHidden, TokenBatch, TokenLogprob
 from levserve.text.detokenizer import Detokenizer
-from levserve.text.parts import CallArguments, Content, Part, PartReader, Thought
+from levserve.text.parts import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    PartReader,
+    Thought,
+    is_json_object,
+)
 from levserve.text.stops import StopStrings
 
 GRACE_SECONDS = 5.0
@@ -69,6 +77,8 @@ class Delta(NamedTuple):
     """The parts that a reader splits the text into, if there is a reader; they may lag behind the text."""
     num_echoed: int = 0
     """How many tokens at the beginning belong to an echoed prompt."""
+    cuts_call: bool = False
+    """Whether a stop string ended the choice within the arguments of a call; on the last delta."""
 
     @property
     def shown(self) -> tuple[Part, ...]:
@@ -118,6 +128,8 @@ class Choice:
         self.hidden: PooledHidden | None = None
         self._sum_logprobs = 0.0
         self._num_chars = 0 if echo is None else len(echo.text)
+        self._last_call: list[str] | None = None
+        """The arguments of the last call so far, in pieces."""
         self._is_plain = num_logprobs is None and not stop_ids and not stops and reader is None
 
     @property
@@ -200,6 +212,8 @@ class Choice:
             parts += self._reader.flush()
         num_used = len(offsets)
         logprobs = self._show(batch.logprobs[:num_used])
+        for part in parts:
+            self._note_call(part)
         return Delta(
             text,
             batch.tokens[:num_used],
@@ -207,7 +221,19 @@ class Choice:
             self.finish,
             tuple(offsets),
             None if self._reader is None else join_parts(parts),
+            cuts_call=self._stops.is_matched and self._has_open_call(),
         )
+
+    def _note_call(self, part: Part) -> None:
+        match part:
+            case CallStart():
+                self._last_call = []
+            case CallArguments(_, text):
+                assert self._last_call is not None  # a call's arguments follow its start
+                self._last_call.append(text)
+
+    def _has_open_call(self) -> bool:
+        return self._last_call is not None and not is_json_object("".join(self._last_call))
 
     def _show(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Cuts the alternatives to the number asked for; other fields, such as `best_of`, may need more."""
@@ -270,6 +296,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         tuple(offset for delta in deltas for offset in delta.offsets),
         join_parts(part for delta in deltas for part in delta.parts or ()) if has_parts else None,
         deltas[0].num_echoed,
+        deltas[-1].cuts_call,
     )
 
 

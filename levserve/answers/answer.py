@@ -281,11 +281,11 @@ class ChatAnswer(Answer):
         else:
             message = whole_message(delta.parts, is_function=self._is_function)
         logprobs = chat_logprobs(delta, self._tokenizer)
-        reasons = self._reasons(delta.finish, has_call(delta.parts))
+        reasons = self._reasons(delta.finish, has_call(delta.parts) and not delta.cuts_call)
         return ChatChoice(index, message, logprobs, *reasons, self._ids(delta))
 
     def _reasons(self, finish: FinishReason | None, has_call: bool) -> tuple[str | None, str | UnsetType]:
-        """A choice that ended by itself after a call waits for the tool's result; one cut off does not."""
+        """A choice that ended by itself after a complete call waits for the tool's result."""
         if finish is FinishReason.STOP and has_call:
             return "function_call" if self._is_function else "tool_calls", UNSET
         return _reasons(finish)

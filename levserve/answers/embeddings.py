@@ -132,17 +132,18 @@ def _tokenize(body: EmbeddingBody, model: ServedModel, truncation: Truncation) -
         )
     adds_special = body.add_special_tokens is not False
     texts = []
-    for given in body.inputs:
+    for index, given in enumerate(body.inputs):
+        param = f"input[{index}]" if len(body.inputs) > 1 else "input"
         tokens = encode_text(
-            given, model, "input", add_special_tokens=adds_special, checks_length=not truncation
+            given, model, param, add_special_tokens=adds_special, checks_length=not truncation
         )
         if not tokens:
-            raise BadRequest("A text of 'input' has no tokens.", param="input")
+            raise BadRequest(f"'{param}' has no tokens.", param=param)
         if truncation:
             kept = truncation.num_kept(len(tokens), model.max_seq_len)
             tokens = keep_last(tokens, kept, bos_of(model.tokenizer) if isinstance(given, str) else None)
         if len(tokens) > model.max_seq_len:
-            raise ContextTooLong(len(tokens), 0, model.max_seq_len, param="input")
+            raise ContextTooLong(len(tokens), 0, model.max_seq_len, param=param)
         texts.append(tokens)
     return texts
 

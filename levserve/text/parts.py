@@ -5,6 +5,7 @@ A `PartReader` belongs to one choice. It is used after the stop strings were cut
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -56,6 +57,14 @@ def join_calls(parts: Sequence[Part]) -> list[tuple[CallStart, str]]:
             own = (part for part in parts if isinstance(part, CallArguments) and part.number == start.number)
             calls.append((start, "".join(part.text for part in own)))
     return calls
+
+
+def is_json_object(arguments: str) -> bool:
+    """Whether a call's arguments are complete: those of a call that was cut off are not a JSON object."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class PartReader(Protocol):

@@ -120,7 +120,8 @@ class ChunkEvents:
             events = b""
         if delta.finish is None:
             return events
-        ending = self._answer.ending(index, delta.finish, has_call=self._has_call[index])
+        calls = self._has_call[index] and not delta.cuts_call
+        ending = self._answer.ending(index, delta.finish, has_call=calls)
         return events + self._event(ending)
 
     def closing(self) -> bytes:

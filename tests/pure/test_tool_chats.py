@@ -120,6 +120,18 @@ def test_a_call_that_is_cut_off_ends_by_length(app: App) -> None:
     assert joined(app, body(F, max_tokens=50)) == flat(choice)
 
 
+def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered(app: App) -> None:
+    choice = answer(app, body(F, stop=["city"]))
+    assert flat(choice) == {"content": "", "calls": [{"name": "f", "arguments": '{"'}], "finish": "stop"}
+    assert joined(app, body(F, stop=["city"])) == flat(choice)
+
+
+def test_a_stop_string_after_a_complete_call_leaves_it_to_be_answered(app: App) -> None:
+    choice = answer(app, body(F + "Done.", stop=["Done"]))
+    assert choice["finish_reason"] == "tool_calls"
+    assert joined(app, body(F + "Done.", stop=["Done"])) == flat(choice)
+
+
 def test_a_named_function_is_called_once() -> None:
     asked = decode(
         json.dumps(body("", tool_choice={"type": "function", "function": {"name": "f"}})).encode(), ChatBody

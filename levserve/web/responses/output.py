@@ -31,6 +31,7 @@ class Output:
         """Tokens whose text is held back, or not yet known to be a message's."""
         self._num_thoughts = 0
         self._has_calls = False
+        self._cuts_call = False
         self.finish: FinishReason | None = None
 
     def number(self) -> int:
@@ -48,7 +49,7 @@ class Output:
 
     def add(self, delta: Delta) -> Iterator[Event]:
         """Takes a delta. Its events must be consumed before the next delta is added."""
-        self.finish = delta.finish
+        self.finish, self._cuts_call = delta.finish, delta.cuts_call
         self._keep_scores(delta)
         for part in delta.shown:
             yield from self._add_part(part)
@@ -63,7 +64,8 @@ class Output:
             yield from self._switch(message)
             if self._scored:
                 yield message.add("", self._take_scores())
-        yield from self._close(self.status)
+        # A stop string completes a response, even within a call, but not the call.
+        yield from self._close(Status.INCOMPLETE if self._cuts_call else self.status)
 
     def _add_part(self, part: Part) -> Iterator[Event]:
         match part:
