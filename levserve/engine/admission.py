@@ -47,6 +47,8 @@ class Admission:
         self._num_requests = 0
         self._num_tokens = 0
         self._num_guessed = 0
+        self._num_refused = 0
+        """Refused requests that may come back: each is told to wait until a place is free for it too."""
 
     def room(self) -> Room:
         with self._lock:
@@ -63,7 +65,8 @@ class Admission:
         """Raises `BadRequest` for a request that would not fit if it were alone."""
         if num_requests > self.max_requests:
             raise BadRequest(
-                f"The request asks for {num_requests} choices in all; this server runs {self.max_requests}.",
+                f"The request asks for {num_requests} choices in all; this server admits {self.max_requests} "
+                "at a time.",
                 param=param,
             )
         if num_tokens > self.max_tokens:
@@ -81,6 +84,7 @@ class Admission:
             if num_requests <= self.max_requests and num_expected <= self.max_tokens:
                 self._num_requests = num_requests
                 self._num_guessed += guess
+                self._num_refused = max(self._num_refused - 1, 0)
                 return
         self._refuse(num_requests, num_expected)
 
@@ -97,10 +101,17 @@ class Admission:
         self._refuse(num_requests, num_tokens)
 
     def _refuse(self, num_requests: int, num_tokens: int) -> None:
-        """Raises `Overloaded`; its retry time is what the device needs for the excess work."""
+        """Raises `Overloaded`; its retry time is what the device needs for the excess work.
+
+        Requests that are refused one after another are told different times, or all would come back at once
+        and find one free place.
+        """
         if num_requests > self.max_requests:
             self._metrics.refused.labels("queue_full").inc()
-            share = (num_requests - self.max_requests) / self.max_requests
+            with self._lock:
+                excess = num_requests - self.max_requests + self._num_refused
+                self._num_refused = min(self._num_refused + 1, self.max_requests - 1)
+            share = min(excess / self.max_requests, 1.0)
             raise Overloaded(
                 f"The server is at its limit of {self.max_requests} requests; please try again.",
                 retry_after_seconds=self._wait(share),
@@ -117,7 +128,7 @@ class Admission:
 
     def _wait(self, share: float) -> float:
         drain = self.drain_seconds
-        if drain is None:
+        if not drain:  # not measured yet, or measured before this work came
             return UNKNOWN_RETRY_SECONDS
         return min(max(drain * share, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 

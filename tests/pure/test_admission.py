@@ -182,7 +182,8 @@ class TestPace:
         pace.note_end(0, 0)
 
     @pytest.mark.parametrize(
-        "drain, seconds", [(None, 1.0), (80.0, 20.0), (0.0, 0.05), (1e6, MAX_RETRY_SECONDS)]
+        "drain, seconds",
+        [(None, 1.0), (0.0, 1.0), (80.0, 20.0), (0.01, 0.05), (1e6, MAX_RETRY_SECONDS)],
     )
     def test_a_refusal_waits_for_its_share_of_the_work(self, drain: float | None, seconds: float) -> None:
         admission = make()
@@ -192,6 +193,23 @@ class TestPace:
             admission.reserve(0, 0)
         assert refused.value.retry_after_seconds == seconds
         assert len(held) == 4
+
+    def test_requests_that_are_refused_together_come_back_one_after_another(self) -> None:
+        admission = make()
+        admission.drain_seconds = 8.0
+        held = [admission.reserve(0, 0) for _ in range(4)]
+
+        def refuse() -> float:
+            with pytest.raises(Overloaded) as refused:
+                admission.reserve(0, 0)
+            return refused.value.retry_after_seconds
+
+        assert [refuse() for _ in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
+        held.pop().release()
+        held.append(admission.reserve(0, 0))
+        assert refuse() == 6.0
+        for place in held:
+            place.release()
 
 
 class TestOverHttp:
@@ -220,6 +238,7 @@ class TestOverHttp:
     def test_a_full_server_refuses_before_it_looks_at_the_body(self, app: App) -> None:
         app.engine.admission.drain_seconds = 7.0
         held = [app.engine.reserve() for _ in range(2)]
+        waits = []
         for path in (
             "/v1/completions",
             "/v1/chat/completions",
@@ -234,8 +253,9 @@ class TestOverHttp:
                 "requests",
                 "rate_limit_exceeded",
             )
-            assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("4", "3500")
+            waits.append((reply.headers["retry-after"], reply.headers["retry-after-ms"]))
             assert limits_of(reply.headers) == [2, 0, 60, 60]
+        assert waits == [("4", "3500")] + 5 * [("7", "7000")]
         for one in held:
             one.release()
         assert (
