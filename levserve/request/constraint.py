@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -61,7 +62,7 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     grammar: str | None = None
@@ -80,7 +81,19 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
             raise BadRequest(
                 f"'{first}' and '{second}' both constrain the text; send one of them.", param=second
             )
-        return found[0] if found else None
+        grammar = found[0] if found else None
+        return grammar if self.guided_whitespace_pattern is None else self._add_whitespace(grammar)
+
+    def _add_whitespace(self, grammar: GrammarText | None) -> GrammarText:
+        """The grammar with `guided_whitespace_pattern`, whichever field the schema came in."""
+        param = "guided_whitespace_pattern"
+        if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA:
+            raise BadRequest(f"'{param}' is only allowed with a JSON schema.", param=param)
+        if grammar.whitespace is not None:
+            raise BadRequest(
+                f"'{param}' and 'structured_outputs.whitespace_pattern' exclude each other.", param=param
+            )
+        return replace(grammar, whitespace=self.guided_whitespace_pattern)
 
     def _from_openai(self) -> Iterator[GrammarText]:
         asked = self.response_format
@@ -105,7 +118,10 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
             raise unsupported("structured_outputs.structural_tag")
         found = [*_from_vllm(asked, "structured_outputs.")]
         if asked.json_object:
-            found.append(_schema(ANY_OBJECT, "structured_outputs.json_object"))
+            found.append(_schema(ANY_OBJECT, "structured_outputs.json_object", asked.whitespace_pattern))
+        if asked.whitespace_pattern is not None and asked.json is None and not asked.json_object:
+            param = "structured_outputs.whitespace_pattern"
+            raise BadRequest(f"'{param}' is only allowed with json or json_object.", param=param)
         if not found:
             raise BadRequest(
                 "'structured_outputs' needs one of json, regex, choice, grammar and json_object.",
@@ -117,9 +133,8 @@ class ConstraintFields(Struct, frozen=True, kw_only=True):
         given = StructuredOutputs(
             json=self.guided_json,
             regex=self.guided_regex or None,
-            choice=self.guided_choice or None,
+            choice=self.guided_choice,
             grammar=self.guided_grammar or None,
-            whitespace_pattern=self.guided_whitespace_pattern,
         )
         return _from_vllm(given, "guided_")
 

@@ -62,6 +62,8 @@ JSON_WORDS = {
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body as a record of this kind; raises `BadRequest` for the first mistake in it."""
+    if not data.strip():
+        raise BadRequest("The body is empty; send a JSON object.")
     try:
         if not data.isascii():
             data.decode()  # msgspec does not check the text of undeclared fields
@@ -106,7 +108,8 @@ def _explain(text: str) -> BadRequest:
     name = f"'{path}'" if path else "the body"
     if found := WRONG_TYPE.fullmatch(what):
         wanted = " or ".join(JSON_WORDS[word] for word in found[1].split(" | ") if word != "null")
-        message = f"Invalid type for {name}: expected {wanted}, but got {JSON_WORDS[found[2]]} instead."
+        given = "a decimal number" if found[2] == "float" else JSON_WORDS[found[2]]
+        message = f"Invalid type for {name}: expected {wanted}, but got {given} instead."
         return BadRequest(message, param=path, code="invalid_type")
     if found := WRONG_TAG.fullmatch(what):
         message = f"{name} is '{found[1][:64]}', which this server does not support."

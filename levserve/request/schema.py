@@ -353,7 +353,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
         self.find_tools()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
             raise BadRequest(

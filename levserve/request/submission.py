@@ -79,7 +79,13 @@ def prepare(
     cut = [len(prompt) < len(before) for prompt, before in zip(prompts, whole, strict=True)]
     check_token_ids("logit_bias", body.logit_bias or (), model.tokenizer)
     check_token_ids("stop_token_ids", body.stop_token_ids or (), model.tokenizer)
-    limits = [_fit(prompt, body, model, policy.max_new_tokens) for prompt in prompts]
+    params = [body.prompt_param]
+    if len(prompts) > 1:
+        params = [f"{body.prompt_param}[{index}]" for index in range(len(prompts))]
+    limits = [
+        _fit(prompt, body, model, policy.max_new_tokens, param)
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
     check_token_ids("allowed_token_ids", body.allowed_token_ids or (), model.tokenizer)
     thinking = find_thinking(body, model, prompts)
     tool_use = find_tool_use(body, model)
@@ -262,11 +268,12 @@ def _cut(
     return keep_last(prompt, kept, bos_of(model.tokenizer) if is_text else None)
 
 
-def _fit(prompt: Sequence[int], body: GenerationBody, model: ServedModel, max_new_tokens: int) -> int:
-    """The most tokens that may follow this prompt."""
-    param = body.prompt_param
+def _fit(
+    prompt: Sequence[int], body: GenerationBody, model: ServedModel, max_new_tokens: int, param: str
+) -> int:
+    """The most tokens that may follow this prompt; `param` names it in errors."""
     if not prompt:
-        raise BadRequest("The prompt has no tokens.", param=param)
+        raise BadRequest(f"'{param}' has no tokens.", param=param)
     room = model.max_seq_len - len(prompt)
     if body.max_length is not None:
         limit = min(body.max_length, max(room, 1)) if body.cuts_limit else body.max_length

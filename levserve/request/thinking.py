@@ -74,7 +74,7 @@ def find_thinking(body: GenerationBody, model: ServedModel, prompts: list[list[i
 
 
 def _cannot_think(param: str) -> BadRequest:
-    message = f"This model does not think, as far as its chat template tells; leave '{param}' out."
+    message = f"Thinking is not available for this model; leave '{param}' out."
     return BadRequest(message, param=param)
 
 

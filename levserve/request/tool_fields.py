@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import missing, require_choice, unsupported
+from levserve.request.decode import INVALID_VALUE, missing, require_choice, unsupported
 from levserve.text.tools.request import CallMode, Tool, ToolRequest
 
 MAX_TOOLS = 128
@@ -101,7 +101,11 @@ def make_tool_request(
 ) -> ToolRequest:
     """Checks the tools against each other and against the choice; raises `BadRequest`."""
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"'tools' has {len(tools)} entries; at most {MAX_TOOLS} are allowed.", param="tools")
+        raise BadRequest(
+            f"'tools' has {len(tools)} entries; at most {MAX_TOOLS} are allowed.",
+            param="tools",
+            code="array_above_max_length",
+        )
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -123,6 +127,7 @@ def check_name(name: str, param: str) -> None:
         raise BadRequest(
             f"'{param}' must be 1 to 64 letters, digits, underscores and dashes, not '{name[:80]}'.",
             param=param,
+            code=INVALID_VALUE,
         )
 
 
@@ -169,6 +174,7 @@ def _read_choice(choice: str | dict[str, Any] | None) -> tuple[CallMode, list[st
     raise BadRequest(
         "'tool_choice' must be 'none', 'auto', 'required', a function, or 'allowed_tools' with its mode.",
         param="tool_choice",
+        code=INVALID_VALUE,
     )
 
 

@@ -78,7 +78,7 @@ def make_conversation(
     tools = () if asked is None else asked.tools
     if tools and model.tokenizer.chat_template == LAST_USER_MESSAGE:
         raise BadRequest(
-            "This model has no chat template and reads the last user message alone, so it cannot be told of "
+            "This model has no chat template and reads the last user message alone, so it cannot be given "
             "tools.",
             param="tools",
         )

@@ -189,6 +189,8 @@ def _explain(error: str) -> str:
         return "it allows no text at all"
     if found := re.match(r"Unimplemented keys: \[(.*)\]", error):
         return f"these keywords are not supported: {found[1]}"
+    if "coerce_one_of" in error:
+        return "the schemas of a 'oneOf' may overlap; use 'anyOf'"
     told = re.split(r"\n *1 \| ", error)[0]  # the grammar, line by line, comes after it
     told = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", told)
     words = told.partition("<")[0].split()

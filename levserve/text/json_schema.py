@@ -55,6 +55,8 @@ class _Survey:
         copy = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         if copy.get("format") not in FORMATS:
             copy.pop("format", None)
+        if copy.get("uniqueItems") is False:
+            del copy["uniqueItems"]  # the default, which constrains nothing
         for key, value in schema.items():
             if key in LISTS and isinstance(value, list):
                 copy[key] = [self.visit(item, depth + 1) for item in value]
@@ -117,7 +119,7 @@ def _require_finite(root: dict[str, Any]) -> None:
             return
         if len(finite) == num_known:
             raise ValueError("a part of it requires itself, so that its text would never end")
-    raise ValueError("its references are too entangled")
+    raise ValueError("its references are too complex")
 
 
 def _subschemas(schema: Any) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ ROUTES = {
     "GET /v1/files": "the files that were uploaded, and those with results",
     "GET /v1/files/{id}": "one of the files",
     "DELETE /v1/files/{id}": "delete a file",
-    "GET /v1/files/{id}/content": "what is in a file",
+    "GET /v1/files/{id}/content": "a file's content",
     "POST /v1/batches": "run the requests of a file at low priority",
     "GET /v1/batches": "the batches",
-    "GET /v1/batches/{id}": "how far a batch is, and the files with its results",
+    "GET /v1/batches/{id}": "a batch's progress and result files",
     "POST /v1/batches/{id}/cancel": "end a batch; results that are there stay",
     "GET /v1/models": "the served models, loaded and loadable",
     "GET /v1/models/{id}": "one of the served models",
@@ -44,7 +44,7 @@ ROUTES = {
     "GET /health": "what `/healthz` says, versions, the device and its memory, and the loaded models",
     "GET /readyz": "200 once the model is loaded, compiled and warm; before that 503 with the progress",
     "GET /metrics": "[metrics](metrics.md) for Prometheus",
-    "GET /metrics/router": "the few by which a [router](metrics.md#the-routers-page) chooses a server",
+    "GET /metrics/router": "the few metrics by which a [router](metrics.md#the-routers-page) picks a server",
     "POST /admin/reload": "newer weights of the same shape",
     "GET /admin/stats": "the device, and memory, pages and requests of each model",
     "POST /admin/load/{id}": "load a model, and answer when it is loaded",
@@ -58,8 +58,8 @@ ROUTES = {
 FIELDS = {
     "add_generation_prompt": "begin an assistant's message after the conversation; default true",
     "add_special_tokens": "add what the tokenizer adds, such as bos; default true",
-    "allowed_token_ids": "the only tokens that may be written",
-    "bad_words": "words that are not written; at most 100",
+    "allowed_token_ids": "the only tokens that may be generated",
+    "bad_words": "words that must not be generated; at most 100",
     "best_of": "run so many sequences and return the `n` likeliest; not with `stream`",
     "completion_window": "how long the batch may take, such as `24h` or `7d`; the rest has expired then",
     "chat_template_kwargs": "further variables of the chat template",
@@ -117,7 +117,8 @@ FIELDS = {
     "prompt_logprobs": "log-probabilities of the prompt's tokens and of so many alternatives; "
     "not with `stream`",
     "prompts": "the texts",
-    "reasoning": "`effort`: as `reasoning_effort` of a chat; `summary` is not read: thoughts are shown whole",
+    "reasoning": "`effort`: as `reasoning_effort` of a chat, but ignored if the model does not think; "
+    "`summary` is not read: thoughts are shown whole",
     "reasoning_effort": "how much the model thinks before it answers; `none` switches it off",
     "repetition_penalty": "divides positive and multiplies negative logits of tokens in prompt or answer",
     "response_format": '`{"type": "json_object"}`, or '
@@ -125,7 +126,7 @@ FIELDS = {
     "return_token_ids": "also return the token ids: `prompt_token_ids`, and `token_ids` of each choice",
     "return_token_strs": "also return each token as text",
     "revision": "branch, tag or commit on the Hugging Face Hub",
-    "seed": "makes the draws [reproducible](../explanation/determinism.md)",
+    "seed": "makes sampling [reproducible](../explanation/determinism.md)",
     "skip_special_tokens": "leave special tokens out of the text; default true in answers, "
     "false in `/detokenize`",
     "stop": "strings that end the answer; at most 16",
@@ -152,7 +153,7 @@ FIELDS = {
     "top_p": "keep the likeliest tokens that together have this probability; 0 keeps one",
     "truncation": "`auto` keeps the last tokens of an input that is too long; default `disabled`, a refusal",
     "truncate_prompt_tokens": "keep only the last so many tokens of a prompt; -1 keeps as many as fit",
-    "user": "accepted and not read",
+    "user": "accepted and ignored",
 }
 """What a field means in every body that has it."""
 
@@ -160,7 +161,7 @@ OWN_FIELDS = {
     "ResponseBody": {
         "input": "a user's text, or a list of items: messages, calls of functions, their results and "
         "thoughts",
-        "stream_options": "accepted; needs `stream`",
+        "stream_options": "accepted, but not `include_obfuscation: true`; needs `stream`",
         "top_logprobs": "so many alternatives for each token; asks for log-probabilities itself",
         "user": "repeated in the response",
     },
@@ -195,7 +196,7 @@ OWN_FIELDS = {
 
 ERRORS = {
     "ServeError": "the server failed to handle the request",
-    "Poisoned": "the model computed numbers that are not finite for this request",
+    "Poisoned": "the model computed values that are not finite for this request",
     "BadRequest": "the request is wrong; `param` names the field",
     "ContextTooLong": "prompt and `max_tokens` do not fit the context",
     "Unauthorized": "no key, or a wrong one",

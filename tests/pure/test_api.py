@@ -159,7 +159,7 @@ def test_mistakes_are_the_servers_errors(model: Model) -> None:
         model.chat([])
     with pytest.raises(BadRequest):
         model.generate("\ud800")
-    with pytest.raises(BadRequest, match="runs 8"):
+    with pytest.raises(BadRequest, match="admits 8 at a time"):
         model.generate("t17", n=9)
     with pytest.raises(TypeError, match="did you mean 'max_tokens'"):
         model.generate("t17", max_token=3)  # type: ignore[call-arg]

@@ -92,7 +92,7 @@ def test_nothing_is_generated(app: App) -> None:
         ({"input": None}, 400, "input"),
         ({"input": []}, 400, "input"),
         ({"input": ""}, 400, "input"),
-        ({"input": ["t17", ""]}, 400, "input"),
+        ({"input": ["t17", ""]}, 400, "input[1]"),
         ({"input": ["t17", 18]}, 400, "input"),
         ({"input": [384]}, 400, "input"),
         ({"input": ["t17"] * 2049}, 400, "input"),

@@ -111,6 +111,11 @@ def test_white_space_is_fixed_unless_a_pattern_is_asked_for() -> None:
     assert re.fullmatch(r"_*\[_*1_*,_*1_*\]_*", write(loose, 3))
 
 
+def test_a_keyword_at_its_default_constrains_nothing() -> None:
+    items = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": False}
+    assert write(asked(GrammarKind.JSON_SCHEMA, items), 1) == "[1, 1]"
+
+
 def test_expressions_choices_and_grammars_of_both_kinds_hold() -> None:
     for seed in range(5):
         assert re.fullmatch("[0-9]{4}-[0-9]{2}", write(asked(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}"), seed))

@@ -78,6 +78,24 @@ def test_null_is_the_same_as_leaving_a_field_out(field: str) -> None:
     assert chat(**{field: None}) == chat()
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_json": {"type": "string"}},
+        {"json_schema": {"type": "string"}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+def test_white_space_is_asked_for_whichever_field_gives_the_schema(field: dict[str, Any]) -> None:
+    grammar = chat(**field, guided_whitespace_pattern="[ ]?").find_grammar()
+    assert grammar is not None and grammar.whitespace == "[ ]?"
+
+
+def test_no_alternatives_are_asked_for_by_zero() -> None:
+    assert chat(top_logprobs=0).top_logprobs == 0
+
+
 def test_unknown_and_ignorable_fields_are_accepted() -> None:
     fields = (
         "metadata",
@@ -152,6 +170,14 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
         ({"min_tokens": -1}, "min_tokens", "integer_below_min_value"),
         ({"logprobs": 21}, "logprobs", "integer_above_max_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
+        ({"guided_choice": []}, "guided_choice", "empty_array"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", None),
+        ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "guided_whitespace_pattern", None),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            None,
+        ),
         ({"best_of": 0}, "best_of", "integer_below_min_value"),
         ({"best_of": 129}, "best_of", "integer_above_max_value"),
         ({"n": 2, "best_of": 1}, "best_of", None),
@@ -210,12 +236,16 @@ def test_unknown_and_ignorable_fields_are_accepted() -> None:
             "tools[0].function",
             "missing_required_parameter",
         ),
-        ({"messages": [USER], "tools": [tool("a b")]}, "tools[0].function.name", None),
-        ({"messages": [USER], "tools": [tool("")]}, "tools[0].function.name", None),
+        ({"messages": [USER], "tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
+        ({"messages": [USER], "tools": [tool("")]}, "tools[0].function.name", "invalid_value"),
         ({"messages": [USER], "tools": [tool("f"), tool("f")]}, "tools[1].function.name", None),
-        ({"messages": [USER], "tools": [tool(f"f{n}") for n in range(129)]}, "tools", None),
+        (
+            {"messages": [USER], "tools": [tool(f"f{n}") for n in range(129)]},
+            "tools",
+            "array_above_max_length",
+        ),
         ({"messages": [USER], "tools": [tool("f")], "functions": [{"name": "f"}]}, "functions", None),
-        ({"messages": [USER], "tools": [tool("f")], "tool_choice": "f"}, "tool_choice", None),
+        ({"messages": [USER], "tools": [tool("f")], "tool_choice": "f"}, "tool_choice", "invalid_value"),
         ({"messages": [USER], "tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", None),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice", None),
         ({"messages": [USER], "tool_choice": tool("f")}, "tool_choice", None),
