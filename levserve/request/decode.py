@@ -76,12 +76,10 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         raise BadRequest("The body is nested too deeply.") from None
 
 
-def unsupported(param: str) -> BadRequest:
+def unsupported(param: str, where: str = "by this server") -> BadRequest:
     """The refusal of a known field that asks for something this server cannot do."""
     hint = f"; send '{INSTEAD[param]}'" if param in INSTEAD else ""
-    return BadRequest(
-        f"'{param}' is not supported by this server{hint}.", param=param, code="unsupported_parameter"
-    )
+    return BadRequest(f"'{param}' is not supported {where}{hint}.", param=param, code="unsupported_parameter")
 
 
 def missing(param: str) -> BadRequest:
@@ -132,10 +130,13 @@ def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
 
 
 def refuse_unsupported(
-    record: msgspec.Struct, table: Mapping[str, tuple[object, ...]], path: str = ""
+    record: msgspec.Struct,
+    table: Mapping[str, tuple[object, ...]],
+    path: str = "",
+    where: str = "by this server",
 ) -> None:
     """Refuses the fields of the table, except null and the harmless values that the table lists."""
     for name, harmless in table.items():
         value = getattr(record, name)
         if value is not None and value not in harmless:
-            raise unsupported(f"{path}{name}")
+            raise unsupported(f"{path}{name}", where)

@@ -278,7 +278,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS)
+        refuse_unsupported(self, UNSUPPORTED_IN_COMPLETIONS, where="in completions")
         check_texts(self.prompt, "prompt")
         for field in ("echo", "truncate_prompt_tokens"):
             if self.suffix and getattr(self, field):
@@ -349,7 +349,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_unsupported(self, UNSUPPORTED_IN_CHAT)
+        refuse_unsupported(self, UNSUPPORTED_IN_CHAT, where="in chat completions")
         for number, message in enumerate(self.messages):
             message.check(f"messages[{number}]")
         self.find_tools()
