@@ -181,9 +181,10 @@ class DeviceLoop:
         if now - self._pace_told >= PACE_SECONDS:
             self._pace_told = now
             self._note_device()
-            self._engine.admission.drain_seconds = sum(
-                model_loop.drain_seconds for model_loop in self._model_loops.values()
-            )
+            expected = [model_loop.expect() for model_loop in self._model_loops.values()]
+            first_ends = [each.first_end_seconds for each in expected if each.first_end_seconds > 0]
+            self._engine.admission.first_end_seconds = min(first_ends, default=0.0)
+            self._engine.admission.drain_seconds = sum(each.drain_seconds for each in expected)
 
     def _end_all(self, finish: FinishReason) -> None:
         """Ends all sequences, and answers what is still in the inbox."""

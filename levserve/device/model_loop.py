@@ -20,7 +20,7 @@ from levserve.engine.messages import Submit
 from levserve.engine.stream import TokenStream
 from levserve.observe.metrics import Metrics
 from levserve.schedule.commit import Sampled
-from levserve.schedule.pace import Pace
+from levserve.schedule.pace import Expected, Pace
 from levserve.schedule.request import FinishReason
 from levserve.schedule.sequence import RoundPlan, Sequence, SequenceUpdate
 
@@ -72,10 +72,9 @@ class ModelLoop:
         """Whether it has work that is not background work."""
         return self.scheduler.has_live_work
 
-    @property
-    def drain_seconds(self) -> float:
-        """How long all its accepted work will take, by the measured rates."""
-        return self._pace.seconds_for(self.scheduler.backlog())
+    def expect(self) -> Expected:
+        """When its accepted work will end, by the measured rates."""
+        return self._pace.expect(self.scheduler.backlog())
 
     def step(self) -> None:
         """Dispatches the next round behind the one in flight, and delivers the tokens of that one."""
@@ -136,7 +135,7 @@ class ModelLoop:
         self._round_began = now
         self._metrics.round_time.observe(seconds)
         work = in_flight.plan.work_done(sum(len(sampled.tokens) for sampled in rows))
-        self._pace.note_round(*work, seconds)
+        self._pace.note_round(work.prefill, work.decode, seconds)
         if rows and not in_flight.is_mixed:
             decode_seconds = now - chunks_read
             if chunks_read - started <= BLOCKED_SECONDS:
@@ -159,10 +158,10 @@ class ModelLoop:
             if row.draft:
                 self._note_draft(len(row.draft), max(len(sampled.tokens) - row.steps, 0))
             elif row.reach:
-                num_gained, num_right = len(sampled.tokens), sampled.num_right
-                self._note_draft(sampled.num_drafted, num_right, num_gained - num_right)
+                num_gained, num_accepted = len(sampled.tokens), sampled.num_accepted
+                self._note_draft(sampled.num_drafted, num_accepted, num_gained - num_accepted)
                 if speculation is not None:
-                    speculation.note_drafted(num_gained, num_right)
+                    speculation.note_drafted(num_gained, num_accepted)
         has_missed = any(row.missed for row in plan.rows)  # not a cost of every round
         if speculation is not None and plan.rows and not plan.chunks and not has_missed:
             steps = max(row.steps for row in plan.rows)
@@ -170,10 +169,10 @@ class ModelLoop:
                 steps = speculation.num_turns
             speculation.note_round(len(plan.rows), seconds / steps, is_verify=plan.is_verify, num_steps=steps)
 
-    def _note_draft(self, num_drafted: int, num_right: int, num_drafts: int = 1) -> None:
+    def _note_draft(self, num_drafted: int, num_accepted: int, num_drafts: int = 1) -> None:
         self._metrics.drafts.inc(num_drafts)
         self._metrics.draft_tokens.inc(num_drafted)
-        self._metrics.accepted_tokens.inc(num_right)
+        self._metrics.accepted_tokens.inc(num_accepted)
 
     def _note_constraints(self) -> None:
         misfits, forced = self.scheduler.take_constraint_counts()
@@ -214,7 +213,7 @@ class ModelLoop:
         metrics, request = self._metrics, update.sequence.request
         num_generated = len(update.sequence.tokens) - len(request.prompt)
         if update.finish is FinishReason.POISONED:
-            log.error("%s: failed, the model's numbers for it are not finite", request.request_id)
+            log.error("%s: failed, the model computed values for it that are not finite", request.request_id)
         if update.finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._pace.note_end(num_generated, request.max_tokens)
         metrics.request_time.observe(now - state.arrival)

@@ -1,7 +1,7 @@
 """Which requests are accepted: the sequences and the tokens of all requests together are bounded.
 
 A request takes its place before its body is read and gives it back when the last byte of its answer is
-written. HTTP threads call this; the device thread only sets `drain_seconds`. A lock keeps the counts
+written. HTTP threads call this; the device thread only sets the expected seconds. A lock keeps the counts
 consistent with each other, and nothing waits while it is held.
 """
 
@@ -42,6 +42,8 @@ class Admission:
         self.max_tokens = max_tokens
         self.drain_seconds: float | None = None
         """How long the device needs for all accepted work; None before its rates are measured."""
+        self.first_end_seconds = 0.0
+        """When the first of the running sequences is expected to end; 0 if none is running."""
         self._metrics = metrics
         self._lock = threading.Lock()
         self._num_requests = 0
@@ -130,7 +132,8 @@ class Admission:
         drain = self.drain_seconds
         if not drain:  # not measured yet, or measured before this work came
             return UNKNOWN_RETRY_SECONDS
-        return min(max(drain * share, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        wait = max(drain * share, self.first_end_seconds, MIN_RETRY_SECONDS)
+        return min(wait, MAX_RETRY_SECONDS)
 
 
 class Reservation:

@@ -207,7 +207,7 @@ class Engine:
         return Unavailable(f"The model is still loading ({self.progress}).", retry_after_seconds=5.0)
 
     def _not_the_leader(self) -> Unavailable:
-        return Unavailable("This host works for host 0; please ask that one.", retry_after_seconds=10.0)
+        return Unavailable("This host follows host 0; send requests to host 0.", retry_after_seconds=10.0)
 
     def _is_in(self, phase: Phase) -> float:
         return float(self._phase is phase)

@@ -45,8 +45,8 @@ class Sampled(NamedTuple):
     is_poisoned: bool = False
     """Whether a value that is not finite followed `tokens`, or was among the prompt's scores and states."""
     num_drafted: int = 0
-    """Tokens of a draft model that were checked; `num_right` of them were right."""
-    num_right: int = 0
+    """Tokens of a draft model that were checked; `num_accepted` of them were accepted."""
+    num_accepted: int = 0
 
 
 class Committer:

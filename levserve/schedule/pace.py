@@ -26,6 +26,17 @@ class Backlog(NamedTuple):
 
     prefill: int
     decode: int
+    first_end: int = 0
+    """Tokens that all of them generate, at most, before the first running sequence ends."""
+
+
+class Expected(NamedTuple):
+    """When accepted work is expected to end."""
+
+    drain_seconds: float
+    """Until all of it has ended."""
+    first_end_seconds: float
+    """Until the first running sequence ends; 0 if none is running."""
 
 
 class Rate:
@@ -102,3 +113,7 @@ class Pace:
             backlog.prefill * self.prefill.token_seconds
             + backlog.decode * self._used_share * self.decode.token_seconds
         )
+
+    def expect(self, backlog: Backlog) -> Expected:
+        first_end = backlog.first_end * self._used_share * self.decode.token_seconds
+        return Expected(self.seconds_for(backlog), first_end)

@@ -133,7 +133,8 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         for page in range(self.num_pages):
             assert (page in free) + (page in idle) + (holders[page] > 0) == 1, (
-                f"page {page} is in {holders[page]} holders, free or idle"
+                f"page {page} is not in one state: {holders[page]} holders, "
+                f"free: {page in free}, idle: {page in idle}"
             )
         assert idle <= self._key_of.keys(), "an idle page remembers nothing"
         assert not free & self._key_of.keys(), "a free page remembers something"

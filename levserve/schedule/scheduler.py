@@ -85,7 +85,9 @@ class Scheduler(SlotScheduler[PagedSlots]):
             len(sequence.tokens) - sequence.num_computed for sequence in sequences if not sequence.is_primed
         )
         decode = sum(sequence.max_length - sequence.length for sequence in sequences)
-        return Backlog(prefill, max(decode, 0))
+        running = [sequence.max_length - sequence.length for sequence in live_only(self._slots.running)]
+        first_end = len(running) * min(running, default=0)
+        return Backlog(prefill, max(decode, 0), max(first_end, 0))
 
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run if it were alone."""

@@ -123,15 +123,15 @@ class Speculation:
         """The most tokens that a row can gain in a round with a draft model."""
         return self.num_turns * (self.num_draft + 1)
 
-    def note_drafted(self, num_gained: int, num_right: int) -> None:
+    def note_drafted(self, num_gained: int, num_accepted: int) -> None:
         """Records what a row gained in a round with a draft model: in each turn the tokens that were right,
         and one more."""
-        turns = num_gained - num_right
+        turns = num_gained - num_accepted
         if not turns:
             return
         self._num_tried += turns
         weight = max(turns / self._num_tried, GAIN_WEIGHT)
-        self.gain += weight * (num_right / turns - self.gain)
+        self.gain += weight * (num_accepted / turns - self.gain)
 
     def note_steps(self, accepted: Sequence[int | None]) -> None:
         for count in accepted:

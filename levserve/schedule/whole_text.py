@@ -93,10 +93,10 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         """Tokens still to compute if every sequence takes all it may."""
         prompts = answers = 0
         for sequence in (*self._slots.running, *self._slots.waiting):
-            length, limit = len(sequence.tokens), sequence.max_length
-            answers += (limit - length) * (length + limit) // 2
-            prompts += len(_unscored(sequence)) * length
-        return Backlog(prompts, answers)
+            answers += _answer_tokens(sequence)
+            prompts += len(_unscored(sequence)) * len(sequence.tokens)
+        running = [_answer_tokens(sequence) for sequence in self._slots.running]
+        return Backlog(prompts, answers, len(running) * min(running, default=0))
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Puts a request in the queue, behind all others of its priority."""
@@ -195,6 +195,12 @@ def _has_prompt_work(sequence: Sequence) -> bool:
     request = sequence.request
     is_new = len(sequence.tokens) == len(request.prompt)
     return is_new and bool(_unscored(sequence) or request.wants_hidden or not request.max_tokens)
+
+
+def _answer_tokens(sequence: Sequence) -> int:
+    """Tokens still to compute for the answer: each of its tokens takes a pass over the whole text."""
+    length, limit = len(sequence.tokens), sequence.max_length
+    return (limit - length) * (length + limit) // 2
 
 
 def _unscored(sequence: Sequence) -> range:

@@ -179,6 +179,7 @@ class TestPace:
         for _ in range(200):
             pace.note_end(num_generated=100, max_tokens=1_000)
         assert pace.seconds_for(Backlog(0, 1_000)) == pytest.approx(before / 10, rel=0.01)
+        assert pace.expect(Backlog(0, 1_000, 500)).first_end_seconds == pytest.approx(before / 20, rel=0.01)
         pace.note_end(0, 0)
 
     @pytest.mark.parametrize(
@@ -204,7 +205,8 @@ class TestPace:
                 admission.reserve(0, 0)
             return refused.value.retry_after_seconds
 
-        assert [refuse() for _ in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
+        admission.first_end_seconds = 3.0  # before that no place is free
+        assert [refuse() for _ in range(5)] == [3.0, 4.0, 6.0, 8.0, 8.0]
         held.pop().release()
         held.append(admission.reserve(0, 0))
         assert refuse() == 6.0

@@ -192,6 +192,16 @@ def test_what_others_are_told_does_not_count_it() -> None:
     assert server.scheduler.backlog().prefill == 3
 
 
+def test_the_first_end_is_that_of_the_running_sequence_with_the_fewest_tokens_left() -> None:
+    server = make(num_pages=64, num_slots=2)
+    for name, count in (("long", 40), ("short", 10), ("waits", 1)):
+        server.submit(ask(name, (1, 2), count))
+    while server.scheduler.num_running < 2:
+        server.step()
+    running = server.scheduler.backlog()
+    assert 2 * 5 <= running.first_end <= 2 * 10 and running.first_end < running.decode
+
+
 @settings(max_examples=60)
 @given(
     st.lists(
