@@ -229,7 +229,7 @@ def generate(
         now = time.perf_counter()
         for row, sampled in zip(in_flight.plan.rows, rows):
             steps = sizes.draft_turns if row.reach else row.steps
-            right = sampled.num_right if row.reach else len(sampled.tokens) - row.steps
+            right = sampled.num_accepted if row.reach else len(sampled.tokens) - row.steps
             num_turns += len(sampled.tokens) - right
             num_right += right
             num_drafted += sampled.num_drafted + len(row.draft)

@@ -32,7 +32,7 @@ from haliax import Axis
 from machine import measure_bandwidth
 from schemes import SCHEMES, random_parts
 
-from levserve.model.gpu.fp8_plan import Fp8Cut, Fp8Way, choose_cut, fit_cut
+from levserve.model.gpu.fp8_plan import Fp8Tiling, Fp8Way, choose_fp8_tiling, fit_cut
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fragment_plan import FragmentTiling, choose_fragments, fit_fragments
 from levserve.model.gpu.fragment_product import multiply_fragments
@@ -80,9 +80,9 @@ class Way(NamedTuple):
             return Case(matrix, rows, fit_fragments(self.tiling, rows, shape, scheme, self.splits))
         return Case(matrix, rows, fit(self.tiling, rows, shape, scheme, self.splits))
 
-    def _cut(self, rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut | None:
+    def _cut(self, rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Tiling | None:
         if self.tiling is None:
-            return choose_cut(rows, shape, scheme)
+            return choose_fp8_tiling(rows, shape, scheme)
         assert isinstance(self.tiling, PackedTiling)
         way = Fp8Way(self.tiling, PROGRAMS, self.rounds_inside)
         return fit_cut(way, rows, shape, scheme, splits=self.splits)
@@ -170,7 +170,7 @@ def compile_case(case: Case, *, matrices: dict[str, list[PackedMatrix]]) -> jax.
         if isinstance(case.tiling, FragmentTiling):
             return [multiply_fragments(copy, x, tiling=case.tiling) for copy in copies]
         if copies[0].scheme.rounds_rows:
-            cut = Fp8Cut(case.tiling, case.rounds_inside)
+            cut = Fp8Tiling(case.tiling, case.rounds_inside)
             return [multiply_fp8(copy, x, cut=cut) for copy in copies]
         return [multiply_in_registers(copy, x, tiling=case.tiling) for copy in copies]
 

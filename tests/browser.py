@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.node import NotHad
+from tests.node import NotAvailable
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ FLAGS = (
 
 
 def find_browser() -> Path:
-    """The browser; raises `NotHad` where it or its driver is missing."""
+    """The browser; raises `NotAvailable` where it or its driver is missing."""
     found = shutil.which("chromium")
     if found is None or shutil.which("chromedriver") is None:
-        raise NotHad(
+        raise NotAvailable(
             "there is no chromium with its driver here (Debian: apt-get install chromium chromium-driver)"
         )
     return Path(found)

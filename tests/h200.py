@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.node import NotHad
+from tests.node import NotAvailable
 
 SPECIFICATION = Path(__file__).with_suffix(".txtpb")
 PLUGIN = "jax_cuda13_plugin"
@@ -28,7 +28,7 @@ def find_plugin() -> Path:
     found = importlib.util.find_spec(PLUGIN)
     if found is None or found.origin is None:
         jax = version("jax")
-        raise NotHad(
+        raise NotAvailable(
             f"jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-pjrt=={jax} jax-cuda13-plugin=={jax})"
         )
     return Path(found.origin)

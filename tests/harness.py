@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from tests.node import NotHad
+from tests.node import NotAvailable
 
 
 def find_harness() -> Path:
     found = importlib.util.find_spec("lm_eval")
     if found is None or found.origin is None:
-        raise NotHad("lm-eval is not installed (pip install 'levserve[eval]')")
+        raise NotAvailable("lm-eval is not installed (pip install 'levserve[eval]')")
     return Path(found.origin)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.documents import ROOT
-from tests.node import NotHad
+from tests.node import NotAvailable
 
 READY_SECONDS = 300
 
@@ -24,7 +24,7 @@ READY_SECONDS = 300
 def find_podman() -> Path:
     found = shutil.which("podman")
     if found is None or shutil.which("buildah") is None:
-        raise NotHad("buildah and podman are not installed")
+        raise NotAvailable("buildah and podman are not installed")
     return Path(found)
 
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.node import NotHad
+from tests.node import NotAvailable
 from tests.waiting import PATIENCE_SECONDS
 
 TEMP_KINDS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 def find_nginx() -> Path:
-    """The program; raises `NotHad` where there is none. Debian keeps it in a folder on root's PATH only."""
+    """The program; raises `NotAvailable` where there is none. Debian keeps it in a folder on root's PATH only."""
     found = shutil.which("nginx", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin")))
     if found is None:
-        raise NotHad("there is no nginx here (Debian: apt-get install nginx-light)")
+        raise NotAvailable("there is no nginx here (Debian: apt-get install nginx-light)")
     return Path(found)
 
 

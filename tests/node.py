@@ -13,7 +13,7 @@ PACKAGE = "openai@7"
 INSTALL_SECONDS = 60
 
 
-class NotHad(Exception):
+class NotAvailable(Exception):
     """Something that a test needs is missing here; the message says what and why."""
 
 
@@ -21,7 +21,7 @@ class NotHad(Exception):
 def package_folder() -> Path:
     """A folder whose scripts can import the package; installed once and kept for later runs."""
     if shutil.which("node") is None or shutil.which("npm") is None:
-        raise NotHad("node and npm are not installed")
+        raise NotAvailable("node and npm are not installed")
     folder = Path(tempfile.gettempdir()) / f"levserve-tests-{os.getuid()}" / f"npm-{PACKAGE}"
     if (folder / "node_modules" / "openai").exists():
         return folder
@@ -43,9 +43,11 @@ def package_folder() -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_SECONDS)
         except subprocess.CalledProcessError as error:
-            raise NotHad(f"npm cannot install {PACKAGE}: {' '.join(error.stderr.split())[:160]}") from None
+            raise NotAvailable(
+                f"npm cannot install {PACKAGE}: {' '.join(error.stderr.split())[:160]}"
+            ) from None
         except subprocess.TimeoutExpired:
-            raise NotHad(f"npm did not install {PACKAGE} in {INSTALL_SECONDS} seconds") from None
+            raise NotAvailable(f"npm did not install {PACKAGE} in {INSTALL_SECONDS} seconds") from None
         try:
             Path(fresh).rename(folder)
         except OSError:  # another run was faster

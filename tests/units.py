@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.node import NotHad
+from tests.node import NotAvailable
 
 MIN_VERSION = 250  # the first that judges a unit's exposure without a running systemd
 
@@ -14,12 +14,12 @@ MIN_VERSION = 250  # the first that judges a unit's exposure without a running s
 def find_analyzer() -> Path:
     found = shutil.which("systemd-analyze")
     if found is None:
-        raise NotHad("systemd-analyze is not installed")
+        raise NotAvailable("systemd-analyze is not installed")
     version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.split()[
         1
     ]
     if int(version.partition(".")[0]) < MIN_VERSION:
-        raise NotHad(
+        raise NotAvailable(
             f"systemd-analyze is {version}, and {MIN_VERSION} is the first that can judge a unit offline"
         )
     return Path(found)

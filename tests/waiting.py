@@ -18,6 +18,6 @@ def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> 
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE_SECONDS
     while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(pause)
         pause = min(1.3 * pause, LONGEST_PAUSE_SECONDS)

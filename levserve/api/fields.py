@@ -109,4 +109,4 @@ def _plain(value: Any) -> Any:
         return list(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is of no use here")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")

@@ -43,7 +43,7 @@ def open_with(settings: Settings, report: Callable[[str], None] | None = None) -
 def open_device(settings: Settings, report: Callable[[str], None] | None = None) -> OpenedDevice:
     """Loads the one model of the settings, for a caller that brings its own work. Raises `StartupError`."""
     if settings.has_several:
-        raise ConfigError("the settings are of several models, and one is opened at a time")
+        raise ConfigError("the settings name several models, but only one can be opened at a time")
     if settings.num_hosts > 1:
         raise ConfigError("--num-hosts is for servers: a model that is opened is on one host")
     check_source(settings)

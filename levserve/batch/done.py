@@ -43,6 +43,6 @@ class DoneLines:
         if checksum is not None and checksum != line.checksum:
             raise ConfigError(
                 f"line {line.number} of the input is not the one that was answered before: "
-                "the file has changed, or the results are of another one"
+                "the input has changed, or the results belong to a different input"
             )
         return True

@@ -100,7 +100,9 @@ def read_body(url: str, method: str, data: bytes) -> Body:
     if method != "POST":
         raise BadRequest("'method' must be \"POST\".", param="method")
     if url not in ENDPOINTS:
-        raise NotFound(f"A batch has no url '{url[:64]}'; it has {', '.join(ENDPOINTS)}.", param="url")
+        raise NotFound(
+            f"Batches do not support the url '{url[:64]}'; they support {', '.join(ENDPOINTS)}.", param="url"
+        )
     if url in COMPUTING:
         return decode(data, COMPUTING[url])
     body = decode(data, GENERATING[url][0])

@@ -32,7 +32,7 @@ class Source:
             try:
                 with open(self._place, "rb") as file:  # a pipe has no size, and cannot be read again
                     if not Path(self._place).is_file():
-                        raise ConfigError(f"cannot read {self._place}: it is no file")
+                        raise ConfigError(f"cannot read {self._place}: it is not a file")
                     return file.seek(0, 2)
             except OSError as error:
                 raise ConfigError(f"cannot read {self._place}: {error.strerror}") from None

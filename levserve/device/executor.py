@@ -65,7 +65,7 @@ class Executor(ModelRunner[Shape, Programs, State]):
             array = np.frombuffer(payload, argument.dtype, argument.size, start)
             arrays.append(array.reshape(argument.shape))
             start += array.nbytes
-        assert start == len(payload), f"{program} takes {start} bytes, and {len(payload)} came"
+        assert start == len(payload), f"{program} takes {start} bytes, but got {len(payload)}"
         return self.run(program, *arrays)
 
     def swap(self, leaves: Sequence[HostArray]) -> None:

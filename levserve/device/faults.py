@@ -56,7 +56,7 @@ def _parse(word: str) -> Fault:
     is_complete = kind in FORMS and len(numbers) == FORMS[kind].count(":")
     if not is_complete or min(numbers, default=0.0) < 0:
         raise ConfigError(
-            f"{FAULTS_VARIABLE} must be of {', '.join(FORMS.values())}, separated by commas; not {word!r}"
+            f"{FAULTS_VARIABLE} must be a comma-separated list of {', '.join(FORMS.values())}; not {word!r}"
         )
     return Fault(kind, seconds=numbers[0]) if kind == "slow-tokenizer" else Fault(kind, *numbers)
 

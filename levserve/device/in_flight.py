@@ -65,8 +65,8 @@ class InFlightRound:
                 kept = _kept(row, tokens[index])
                 drawn = read_drawn(row.sequence, kept, outputs, index)
                 if row.reach:
-                    _, num_drafted, num_right = tokens[index][-NUM_TALLIES:]
-                    drawn = drawn._replace(num_drafted=num_drafted, num_right=num_right)
+                    _, num_drafted, num_accepted = tokens[index][-NUM_TALLIES:]
+                    drawn = drawn._replace(num_drafted=num_drafted, num_accepted=num_accepted)
                 results.append(drawn)
         return results
 

@@ -38,7 +38,7 @@ from levserve.observe.metrics import Metrics
 from levserve.schedule.request import GenerationRequest
 from levserve.schedule.sequence import Chunk, Fork, RoundPlan, Row, Sequence
 
-TRY_TOKENS = 32
+TIMED_TOKENS = 32
 TRIES = 8
 """The tokens of each timed run of the first prefill program, and the most such runs; the quickest counts."""
 SAME_TIME = 1.03
@@ -84,10 +84,10 @@ class Runner(Executor):
         report("warming up")
         first = self.programs.first_shapes
         for shape in first:
-            self._warm(shape, TRY_TOKENS)  # writes to pages, which no sequence holds yet
+            self._warm(shape, TIMED_TOKENS)  # writes to pages, which no sequence holds yet
         times: list[float] = []
         while len(times) < TRIES and not has_settled(times):
-            times.append(self._warm(first[0], TRY_TOKENS))
+            times.append(self._warm(first[0], TIMED_TOKENS))
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> InFlightRound:
         """Queues a planned round behind the device's current work; `may_mix` allows a single program."""

@@ -30,7 +30,8 @@ from levserve.schedule.sequence import Chunk, RoundPlan, Row, Sequence
 from levserve.schedule.whole_text import Text
 
 TRIES = 3
-"""The fewest runs of each first program for one text; the quickest counts, as others may have been disturbed."""
+"""The fewest runs of each first program for one text; the quickest counts, as others may have been
+disturbed."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ LENGTH_STEP = 256
 """Longer texts are padded to a multiple of this, so that their queries can be cut into equal blocks."""
 ROUND_SECONDS = 0.25
 """How long a round may take at the measured speed: other models and new requests wait for it."""
-MEMORY_TOKENS = 4
+HISTORY_TOKEN_BYTES = 4
 """Bytes of a token in a slot's history."""
 
 
@@ -78,7 +78,7 @@ def plan_text_sizes(
         row_sizes=row_sizes(traits, rows),
         has_all_modes=traits.has_all_modes,
         weight_bytes=weight_bytes,
-        state_bytes=logit_bytes + logit_bytes // 32 + rows * max_seq_len * MEMORY_TOKENS,
+        state_bytes=logit_bytes + logit_bytes // 32 + rows * max_seq_len * HISTORY_TOKEN_BYTES,
         overhead_bytes=traits.host_overhead,
     )
 

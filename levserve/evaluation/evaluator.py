@@ -133,7 +133,9 @@ def read_arguments(arguments: Mapping[str, Any], max_gen_toks: int) -> tuple[lis
         if name in SAMPLING_NAMES:
             fields[name] = value
         elif name not in HARMLESS or HARMLESS[name] != value:
-            raise BadRequest(f"A task asks for {name}={value!r}, which levserve does not know.", param=name)
+            raise BadRequest(
+                f"A task asks for {name}={value!r}, which levserve does not support.", param=name
+            )
     return stops, fields
 
 

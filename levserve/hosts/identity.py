@@ -70,7 +70,7 @@ def read_identity(payload: bytes) -> Identity:
         values = {str(name): Value(str(value[0]), str(value[1])) for name, value in read["values"].items()}
         return Identity(int(read["host_id"]), values)
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no introduction ({error!r})") from None
+        raise ValueError(f"not an introduction ({error!r})") from None
 
 
 def find_difference(leader: Identity, other: Identity) -> str | None:
@@ -88,7 +88,7 @@ def find_difference(leader: Identity, other: Identity) -> str | None:
 def check_number(identity: Identity, num_hosts: int) -> None:
     """Raises `ConfigError` for a number that no follower can have."""
     if not 0 < identity.host_id < num_hosts:
-        raise ConfigError(f"a host calls itself {identity.host_id}, and the others are 1 to {num_hosts - 1}")
+        raise ConfigError(f"a host has the number {identity.host_id}, but followers are 1 to {num_hosts - 1}")
 
 
 def _tell(value: Value | None) -> str:

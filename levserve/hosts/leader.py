@@ -105,7 +105,7 @@ class Leader:
             answer = answers.get()
             if isinstance(answer, PeerLost):
                 raise answer
-            assert answer.kind is kind, f"host {host_id} answered {answer.kind!r}, and {kind!r} was asked"
+            assert answer.kind is kind, f"host {host_id} answered {answer.kind!r}, but {kind!r} was expected"
             found[host_id] = answer.payload
         return found
 
@@ -170,10 +170,10 @@ class Leader:
             return str(error)
         with self._changed:
             other = self._peers.get(identity.host_id)
-        return None if other is None else f"host {identity.host_id} is here already, at {other.address}"
+        return None if other is None else f"host {identity.host_id} has already joined, from {other.address}"
 
     def _add(self, host_id: int, peer: Peer) -> None:
-        log.info("host %d is here, at %s", host_id, peer.address)
+        log.info("host %d joined from %s", host_id, peer.address)
         with self._changed:
             self._peers[host_id] = peer
             self._answers[host_id] = queue.SimpleQueue()
@@ -198,7 +198,7 @@ class Leader:
 
     def _let_leave(self, host_id: int, *, is_orderly: bool) -> None:
         if not is_orderly:
-            raise PeerLost("was stopped at once")
+            raise PeerLost("was stopped immediately")
         if not self._is_complete:
             raise PeerLost("was asked to end")
         if not self._is_stopping:

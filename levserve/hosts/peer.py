@@ -51,11 +51,11 @@ class Peer:
         try:
             frame = receive_frame(self._connection)
         except TimeoutError:
-            raise PeerLost(f"has said nothing for {self._silent_seconds:g} s") from None
+            raise PeerLost(f"has sent nothing for {self._silent_seconds:g} s") from None
         except OSError as error:
             raise PeerLost(f"has ended its connection ({error.strerror or error})") from None
         except BadFrame as error:
-            raise PeerLost(f"has sent something that is not of levserve: {error}") from None
+            raise PeerLost(f"has sent something that is not a levserve frame: {error}") from None
         if frame is None:
             raise PeerLost("has ended its connection")
         return frame

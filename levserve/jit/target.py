@@ -130,7 +130,7 @@ def _refused_tiles() -> str | None:
     libc.syscall.restype = ctypes.c_long
     if libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0:
         return None
-    return f"Linux refuses its registers: {os.strerror(ctypes.get_errno())}"
+    return f"Linux denied access to the tile registers: {os.strerror(ctypes.get_errno())}"
 
 
 def _spell(features: tuple[str, ...]) -> str:

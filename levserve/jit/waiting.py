@@ -37,7 +37,7 @@ FUTEX = {"x86_64": 202, "aarch64": 98}
 """The number of the system call on each architecture."""
 WAIT, WAKE = 128, 129
 """The futex operations, for threads of one process only."""
-EVERYONE = 2**31 - 1
+ALL_SLEEPERS = 2**31 - 1
 
 
 def write_wait(program: Program, num_threads: int) -> Function:
@@ -94,7 +94,7 @@ def _write_sleep(builder: Builder, counter: Value, sleepers: Value, count: Value
 def write_wake(builder: Builder, counter: Value, sleepers: Value) -> None:
     """Wakes all threads that sleep on a counter, which has reached their number."""
     with builder.when(builder.atomic_load(sleepers).differs_from(0)):
-        _call_futex(builder, counter, WAKE, builder.constant(EVERYONE))
+        _call_futex(builder, counter, WAKE, builder.constant(ALL_SLEEPERS))
 
 
 def _call_futex(builder: Builder, counter: Value, what: int, number: Value) -> None:

@@ -55,10 +55,10 @@ def read_version(header: Path) -> Version:
     text = _read(header)
     numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
     if numbers[0] is None or numbers[1] is None:
-        raise UnsupportedHeader(f"{header.name} names no version")
+        raise UnsupportedHeader(f"{header.name} defines no API version")
     version = Version(int(numbers[0][1]), int(numbers[1][1]))
     if version not in KNOWN_VERSIONS:
-        raise UnsupportedHeader(f"its call interface has the unknown version {version.major}.{version.minor}")
+        raise UnsupportedHeader(f"the XLA FFI version {version.major}.{version.minor} is unknown")
     return version
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from levserve.model.cache import NUMBERS, from_bits, from_storage, multiplied_in
+from levserve.model.cache import BIT_STORED_TYPES, from_bits, from_storage, multiplied_in
 
 FEW_QUERIES = 16
 """Up to this many queries per row, all of the time goes into reading keys and values."""
@@ -63,7 +63,7 @@ def attend_in_blocks(
         first_tiles = ((pages * 2 + half) * kv_heads)[:, None]
         numbers = first_tiles + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
         stored = tiles.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        if stored.dtype not in NUMBERS:
+        if stored.dtype not in BIT_STORED_TYPES:
             # The barrier makes XLA copy whole tiles; copying row by row takes twice as long.
             stored = lax.optimization_barrier(stored)
         return read(stored.reshape(rows, kv_heads, width, pool.shape[4]))
@@ -112,7 +112,7 @@ def _reader(
     On a CPU a few queries are multiplied in bfloat16, which halves what is read. One query alone has no fast
     bfloat16 product there, and for many queries the faster float32 product outweighs the cost of widening.
     """
-    if NUMBERS.get(storage, storage) != jnp.bfloat16 or not on_cpu:
+    if BIT_STORED_TYPES.get(storage, storage) != jnp.bfloat16 or not on_cpu:
         return from_storage, multiplied_in(storage)
     if is_bfloat16:
         return from_bits, jnp.dtype(jnp.bfloat16)

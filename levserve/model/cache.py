@@ -24,9 +24,9 @@ LARGEST_INT8 = 127.0
 SMALLEST_SCALE = 1e-30
 """Keeps the scale of an all-zero head from being 0, which would lead to a division by zero."""
 SCALE_BYTES = 4
-NUMBERS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
+BIT_STORED_TYPES = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 """Number types that may be stored as their bits, by the type of the bits."""
-BITS = {dtype: bits for bits, dtype in NUMBERS.items()}
+BITS = {dtype: bits for bits, dtype in BIT_STORED_TYPES.items()}
 
 
 def kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
@@ -100,11 +100,11 @@ def write(pool: jax.Array, keys: jax.Array, values: jax.Array, place: Place) -> 
 def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
     if storage == INT8:
         return _to_int8(x)
-    dtype = NUMBERS.get(storage, storage)
+    dtype = BIT_STORED_TYPES.get(storage, storage)
     if dtype == FP8:
         x = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8)  # fp8 has no infinity: a cast makes larger values NaN
     x = x.astype(dtype)
-    return lax.bitcast_convert_type(x, storage) if storage in NUMBERS else x
+    return lax.bitcast_convert_type(x, storage) if storage in BIT_STORED_TYPES else x
 
 
 def _to_int8(x: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def filling(pool: jax.Array, number: float) -> NDArray[np.generic]:
     if dtype == INT8:
         scale = np.asarray([number / LARGEST_INT8], np.float32)
         return np.concatenate([np.full(width - SCALE_BYTES, LARGEST_INT8, INT8), scale.view(INT8)])
-    return np.full(width, number, NUMBERS.get(dtype, dtype)).view(dtype)
+    return np.full(width, number, BIT_STORED_TYPES.get(dtype, dtype)).view(dtype)
 
 
 def from_storage(x: jax.Array) -> jax.Array:
@@ -144,15 +144,15 @@ def multiplied_in(storage: jnp.dtype) -> jnp.dtype:
     Fp8 is multiplied in float16, which can represent all of its values and to which a GPU widens it in one
     instruction.
     """
-    if storage in NUMBERS or storage == INT8:
+    if storage in BIT_STORED_TYPES or storage == INT8:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(jnp.float16) if storage == FP8 else storage
 
 
 def numbers_of(pool: jax.Array) -> jnp.dtype:
-    return jnp.dtype(NUMBERS.get(pool.dtype, pool.dtype))
+    return jnp.dtype(BIT_STORED_TYPES.get(pool.dtype, pool.dtype))
 
 
 def from_bits(x: jax.Array) -> jax.Array:
     """Values that are stored as bits, in their own type; other arrays unchanged."""
-    return lax.bitcast_convert_type(x, NUMBERS[x.dtype]) if x.dtype in NUMBERS else x
+    return lax.bitcast_convert_type(x, BIT_STORED_TYPES[x.dtype]) if x.dtype in BIT_STORED_TYPES else x

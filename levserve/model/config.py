@@ -210,7 +210,7 @@ class ModelConfig:
     has_interleaved_heads: bool = False
     """Checkpoints store the two dimensions that are rotated together as neighbours. Only the checkpoint
     readers look at this."""
-    has_turned_experts: bool = False
+    has_transposed_experts: bool = False
     """Checkpoints store the experts' matrices transposed, [expert, in, out], with gate and up interleaved.
     Only the checkpoint readers look at this."""
 

@@ -95,7 +95,7 @@ def from_parts(
 
 def _to_blocks(groups: NDArray[np.float32], times: int, num_inputs: int) -> NDArray[np.float16]:
     if not np.abs(groups).max(initial=0) <= LARGEST_SCALE:  # or NaN
-        raise ValueError("a matrix has a scale that is too large for four bits in blocks")
+        raise ValueError("a matrix has a scale too large for four bits with block scales")
     return np.repeat(groups.astype(np.float16), times, axis=1)[:, : num_inputs // BLOCK]
 
 

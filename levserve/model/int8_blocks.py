@@ -64,7 +64,9 @@ def round_rows(
         scale = np.where(times >= 1, step / np.maximum(times, 1), scale)
     scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
     if not scale.max() <= LARGEST_SCALE:  # or NaN
-        raise ValueError(f"a matrix has a block of {largest.max():.0f}: too large for int8 in blocks")
+        raise ValueError(
+            f"a matrix has a block with a value of {largest.max():.0f}, too large for int8 with block scales"
+        )
     stored = scale.astype(np.float16)
     integers = np.rint(numbers * (np.float32(SCALE_FACTOR) / stored.astype(np.float32))[:, None])
     np.clip(integers, -STEPS, STEPS, out=integers)

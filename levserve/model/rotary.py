@@ -65,11 +65,11 @@ def _stretch(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 def _blend(frequencies: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
     """YaRN: pairs from `low` to `high` are blended from their own frequency to the slowed one."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_rotating(times: float) -> float:
         wavelength = scaling.original_max_position / times
         return rope.size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_rotating(scaling.beta_fast), pair_rotating(scaling.beta_slow)
     if scaling.truncates:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.size - 1)

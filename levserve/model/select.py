@@ -79,5 +79,5 @@ def _choose_for_cpu(
     backend = fit_target(detect_target())
     reason = backend.layers_unsupported_reason(config, matrices, kv_dtype)
     if reason is not None:
-        return Chosen(backend, f"layers one by one: {reason}")
+        return Chosen(backend, f"runs layers one at a time: {reason}")
     return Chosen(replace(backend, runs_layers=True), "compiled for this CPU")

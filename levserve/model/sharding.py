@@ -66,7 +66,7 @@ def _gate_and_up(config: ModelConfig, width: int) -> tuple[Units, ...]:
     return (Units(width),) * (2 if config.is_gated else 1)
 
 
-def _words(config: ModelConfig) -> Units:
+def _vocab_rows(config: ModelConfig) -> Units:
     return Units(config.vocab_size)
 
 
@@ -92,9 +92,9 @@ class Cut(NamedTuple):
 
 
 TABLE = {
-    "embed": Cut(lambda config: (_words(config),)),
-    "head": Cut(lambda config: (_words(config),)),
-    "head_bias": Cut(lambda config: (_words(config),)),
+    "embed": Cut(lambda config: (_vocab_rows(config),)),
+    "head": Cut(lambda config: (_vocab_rows(config),)),
+    "head_bias": Cut(lambda config: (_vocab_rows(config),)),
     "qkv": Cut(_queries_keys_values),
     "qkv_bias": Cut(_queries_keys_values),
     "q": Cut(lambda config: (_query_heads(config),)),

@@ -133,7 +133,8 @@ def describe_brain(settings: Settings, files: ModelFiles) -> BrainDescription:
     for option, is_asked in asked.items():
         if is_asked:
             raise ConfigError(
-                f"{option} does not apply to {files.name}: an HRM brain has no KV cache and no quantized form"
+                f"{option} does not apply to {files.name}: "
+                "an HRM brain has no KV cache and cannot be quantized"
             )
     if settings.num_hosts > 1:
         raise ConfigError(f"--num-hosts does not apply to {files.name}: an HRM brain runs on one device")

@@ -59,7 +59,7 @@ class Catalogue:
         try:
             self._found = self._look()
         except StartupError as error:
-            log.warning("the list of models stays as it was: %s", error)
+            log.warning("keeping the old list of models: %s", error)
         return list(dict.fromkeys((self.default, *self._sections, *self._found)))
 
     def aliases(self, name: str) -> tuple[str, ...]:

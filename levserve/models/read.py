@@ -82,10 +82,10 @@ def _read_texts(
     check_template(tokenizer)
     grammars = Grammars(tokenizer, vocab_rows, metrics.note_grammar)
     tools = ModelTools(tokenizer, settings.tool_format)
-    log.info("calls of tools: %s", tools.description)
+    log.info("tool calls: %s", tools.description)
     reasoning = find_reasoning(tokenizer, settings.reasoning)
     if reasoning is not None:
-        log.info("thoughts: %s", reasoning.description)
+        log.info("reasoning: %s", reasoning.description)
     return tokenizer, grammars, tools, reasoning
 
 

@@ -96,16 +96,18 @@ class Metrics:
         self.accepted_tokens = self._counter(
             "draft_accepted_tokens", "Tokens in verified drafts that were accepted."
         )
-        self.constrained = self._counter("constrained_sequences", "Sequences held to a constraint.")
+        self.constrained = self._counter("constrained_sequences", "Sequences with a constraint.")
         self.misfits = self._counter(
-            "constraint_misfits", "Drawn tokens that did not fit and were drawn again under a mask."
+            "constraint_misfits",
+            "Sampled tokens that the constraint rejected and that were sampled again under a mask.",
         )
         self.forced_tokens = self._counter(
-            "constraint_forced_tokens", "Tokens that a constraint left no choice for and that were not drawn."
+            "constraint_forced_tokens",
+            "Tokens that were the constraint's only choice and were not sampled.",
         )
         self.grammar_compiles = self._counter("grammar_compiles", "Grammars and schemas that were compiled.")
         self.grammar_seconds = self._counter("grammar_compile_seconds", "Seconds spent compiling grammars.")
-        self.grammar_hits = self._counter("grammar_cache_hits", "Grammars that had been compiled before.")
+        self.grammar_hits = self._counter("grammar_cache_hits", "Grammars found in the grammar cache.")
         self.preemptions = self._counter(
             "preemptions", "Sequences that lost their pages and were recomputed."
         )

@@ -68,7 +68,7 @@ def read_environment(path: str | None, environ: Mapping[str, str]) -> Environmen
     variables = {**added, **environ}
     services = [name for name, value in variables.items() if _is_of_kubernetes(name, value)]
     if services:
-        notes.append(f"ignored what Kubernetes sets for a Service: {', '.join(sorted(services))}")
+        notes.append(f"ignored variables that Kubernetes sets for a Service: {', '.join(sorted(services))}")
     variables = {name: value for name, value in variables.items() if name not in services}
     return Environment(variables, added, found, tuple(notes))
 

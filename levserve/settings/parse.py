@@ -112,7 +112,7 @@ def _take_model(words: Sequence[str], options: Namespace, sources: dict[str, str
     """Takes a word that belongs to no flag as the model; raises `ConfigError` for anything else."""
     word = words[0].partition("=")[0]  # the value may be a secret
     if word in ADVICE:
-        raise ConfigError(f"there is no option {word} here; instead: {ADVICE[word]} (command line)")
+        raise ConfigError(f"unknown option {word!r}; instead: {ADVICE[word]} (command line)")
     if word.startswith("-") or "=" in words[0]:
         known = [*OTHER_FLAGS, *(s.flag for s in SETTINGS), *(alias.flag for alias in FLAG_ALIASES.values())]
         hint = did_you_mean(word.replace("_", "-"), known)
@@ -215,7 +215,9 @@ def _make_settings(options: Namespace, sources: dict[str, str], notes: list[str]
     settings = Settings(**given, dry_run=options.dry_run, sources=sources)
     if not (options.models or settings.models_dir or settings.lazy):
         for name in FOR_SEVERAL_MODELS & given.keys():
-            notes.append(f"{BY_NAME[name].flag} ({sources[name]}) is not used: it is for several models")
+            notes.append(
+                f"{BY_NAME[name].flag} ({sources[name]}) is not used: it applies only to several models"
+            )
     if settings.api_key_file:
         keys = read_keys("--api-key-file", settings.api_key_file, sources["api_key_file"])
         settings = replace(settings, file_keys=keys)
@@ -287,7 +289,7 @@ def _split_revision(settings: Settings) -> Settings:
     if settings.revision not in ("", revision):
         given = f"--revision {settings.revision} ({settings.sources['revision']})"
         raise ConfigError(
-            f"--model {settings.model} ({settings.sources['model']}) names another than {given}"
+            f"--model {settings.model} ({settings.sources['model']}) names a different revision than {given}"
         )
     sources = {**settings.sources, "revision": settings.sources["model"]}
     return replace(settings, model=name, revision=revision, sources=sources)

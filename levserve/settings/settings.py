@@ -202,7 +202,7 @@ class Settings:
         "model",
         PATH,
         "",
-        "LoRA adapter of PEFT that is added to the model's weights: a folder, or a name on the Hub.",
+        "PEFT LoRA adapter to add to the model's weights: a folder, or a name on the Hub.",
     )
     draft_model: str = setting(
         "model",
@@ -314,7 +314,7 @@ class Settings:
         "engine",
         COUNT_OR_AUTO,
         1,
-        "Number of devices that share the model, each with a part of every layer; auto: as many as can.",
+        "Number of devices that share the model, each with a part of every layer; auto: as many as possible.",
     )
     threads: int = setting(
         "engine",
@@ -339,7 +339,10 @@ class Settings:
         "engine", integer(0), 0, "Pages of the KV cache, instead of --kv-memory; 0: chosen for the machine."
     )
     models_memory: int = setting(
-        "engine", size(0), 0, "Maximum memory of all loaded models, weights and KV; 0: 9/10 of what is free."
+        "engine",
+        size(0),
+        0,
+        "Maximum memory of all loaded models, weights and KV; 0: 9/10 of the free memory.",
     )
     max_loaded_models: int = setting(
         "engine", integer(0), 0, "Maximum number of models loaded at once; 0: as many as memory allows."
@@ -396,7 +399,7 @@ class Settings:
     )
 
     max_waiting: int = setting(
-        "limits", integer(0), 0, "Maximum number of waiting requests; 0: four times those that can run."
+        "limits", integer(0), 0, "Maximum number of waiting requests; 0: four times --max-running."
     )
     max_inflight_tokens: int = setting(
         "limits",
@@ -432,7 +435,8 @@ class Settings:
         "limits",
         integer(0),
         1000,
-        "Maximum number of responses kept for previous_response_id, the oldest go first; 0: none is kept.",
+        "Maximum number of responses kept for previous_response_id; the oldest are dropped first; "
+        "0: keep none.",
     )
     stored_responses_memory: int = setting(
         "limits", size(0), 64 * 2**20, "Maximum size of all stored responses, in memory and in --state-dir."

@@ -36,7 +36,7 @@ Answers a file of requests in OpenAI's batch format, each on a line of its own:
 The url is /v1/chat/completions, /v1/completions, /v1/embeddings or /loglikelihood. Each result has the body
 that the server would have answered with. Results are written as they end; find them by custom_id. A line
 whose custom_id an earlier one has is not run; its result is an error.
-The same command again goes on after an interruption: what has its result is not run again.
+After an interruption, run the same command again; lines that have a result are skipped.
 """
 FAILED_LINES = 3
 """Exit code of a batch that is complete, with requests that failed."""
@@ -51,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--model", metavar="NAME", help="Model to use, given as for levserve. [default: the bundled model]"
     )
-    parser.add_argument("--overwrite", action="store_true", help="Begin anew, whatever the output holds.")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Start over and replace any existing results."
+    )
     parser.add_argument(
         "--window",
         type=int,
@@ -105,7 +107,7 @@ def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, wind
                 tally.add(result)
                 reports.show(tally)
     except Interrupted as error:
-        raise StartupError("the device failed; the same command goes on from here") from error
+        raise StartupError("the device failed; run the same command again to continue") from error
     except OSError as error:
         raise StartupError(f"cannot write {output.results.path}: {error.strerror}") from error
     finally:

@@ -22,7 +22,7 @@ Ctrl-C stops an answer, Ctrl-D leaves. /help lists what else can be typed.
 HELP = """\
 /new             forget the conversation
 /system TEXT     tell the model how to behave, from the start of a new conversation
-/undo            take the last question and its answer back
+/undo            remove the last question and its answer
 /help            this text
 /quit, Ctrl-D    leave
 Ctrl-C           stops an answer"""
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     with open_with_progress(options) as model:
         conversation = Conversation(model, sampling_of(options), options.system)
         if sys.stdin.isatty():
-            print(f"{model.name}: Ctrl-C stops an answer, Ctrl-D leaves, /help tells more.")
+            print(f"{model.name}: Ctrl-C stops an answer, Ctrl-D leaves, /help for more.")
         talk(conversation)
     return 0
 

@@ -65,7 +65,7 @@ def _in_cache(settings: Settings) -> Iterator[Found]:
     if bundled.is_file():
         yield Found(SMOLLM2.name, str(bundled), bundled.stat().st_size)
     else:
-        yield Found(SMOLLM2.name, "not downloaded yet; it comes with its first use", SMOLLM2.member_bytes)
+        yield Found(SMOLLM2.name, "not downloaded yet; downloaded on first use", SMOLLM2.member_bytes)
     for folder in sorted((settings.cache_path / "hub").glob("models--*")):
         for snapshot in sorted((folder / "snapshots").glob("*")):
             if local_problem(snapshot) is None:

@@ -30,7 +30,9 @@ def read_folder(path: Path) -> Vocabulary:
         if (path / "tokenizer.model").exists():
             return _read_tokenizer_model(path)
         if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
-            raise StartupError(f"{path}: the folder has no tokenizer; --tokenizer takes one from elsewhere")
+            raise StartupError(
+                f"{path}: the folder has no tokenizer; give one from elsewhere with --tokenizer"
+            )
         return _read_with_transformers(path)
     except StartupError:
         raise
@@ -65,7 +67,7 @@ def _read_with_transformers(path: Path) -> Vocabulary:
 
     found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not found.is_fast:
-        problem = f"{type(found).__name__} cannot be written as tokenizer.json"
+        problem = f"{type(found).__name__} cannot be converted to tokenizer.json"
         raise StartupError(f"{path}: {problem}; give another folder with --tokenizer")
     config = found.special_tokens_map | {"chat_template": found.chat_template}
     return _describe(path, found.backend_tokenizer, config)

@@ -117,7 +117,7 @@ def read_sentencepiece(path: Path) -> Pieces:
         trainer = dict(_fields(_bytes(dict(fields).get(2, b""))))
         normalizer = dict(_fields(_bytes(dict(fields).get(3, b""))))
     except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-        hint = "give a folder with tokenizer.json by --tokenizer"
+        hint = "use --tokenizer to give a folder with tokenizer.json"
         raise StartupError(f"{path} is not a sentencepiece model ({error!r}); {hint}") from error
     adds_space, is_unigram = bool(normalizer.get(3, 1)), trainer.get(3, 1) == 1
     return Pieces(texts, scores, types, adds_space, is_unigram)

@@ -187,7 +187,7 @@ def _responses(path: str, operation: Operation, references: dict[Any, Any]) -> d
     responses: dict[str, Any] = {"200": _success(path, operation, references)}
     if operation.failure is not None:
         failure = {"application/json": {"schema": references[operation.failure]}}
-        return responses | {"503": {"description": "The server is not well.", "content": failure}}
+        return responses | {"503": {"description": "The server is unhealthy.", "content": failure}}
     if path.startswith(ADMIN_PATHS):
         return responses | _references(ADMIN_STATUSES)
     if path.startswith(("/v1/files", "/v1/batches")):

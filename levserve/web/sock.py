@@ -94,7 +94,7 @@ class Sockets:
         request_id = g.request_log.request_id
         ws.sock.read_while(lambda: len(ws.input_buffer) < MAX_WAITING)
         conversation = Conversation(ws, self._calls, self._tracing, request_id)
-        log.info("%s opens %s", request_id, PATH)
+        log.info("%s opened %s", request_id, PATH)
         with self._engine.metrics.websockets.track_inprogress():
             try:
                 conversation.run()
@@ -106,7 +106,7 @@ class Sockets:
                     ws.close(CloseReason.INTERNAL_ERROR, "The server failed.")
             finally:
                 _end(ws)
-        log.info("%s leaves %s after %d requests", request_id, PATH, conversation.num_requests)
+        log.info("%s closed %s after %d requests", request_id, PATH, conversation.num_requests)
 
 
 def _count_as_upgraded(response: Response) -> Response:

@@ -14,7 +14,7 @@ def make_folder(path: Path) -> None:
     """Makes a folder if it is missing. Raises `OSError`, also if an existing one cannot be used."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise PermissionError(0, "it cannot be written")
+        raise PermissionError(0, "read, write or search permission is missing")
 
 
 def write_whole(path: Path, data: bytes, *, syncs: bool = False) -> None:

@@ -34,7 +34,7 @@ TIED = (
     "embed_out.weight",
 )
 """Embeddings and heads."""
-MAX_NAMES_TOLD = 8
+MAX_NAMES_SHOWN = 8
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def merge_adapter(
     adapter = _read_adapter(weight_file(folder))
     if config.tied_head and (shared := [*_named(adapter, TIED)]):
         raise StartupError(
-            f"{adapter.source}: {shared[0]} is not supported: in the base model the embedding is the head too"
+            f"{adapter.source}: {shared[0]} is not supported: the base model's head is tied to its embedding"
         )
     left = {*adapter.halves, *adapter.replaced}
     for stored_name, stored in found:
@@ -70,10 +70,10 @@ def merge_adapter(
             yield stored_name, stored
     if left:
         names = sorted(left)
-        more = f" and {len(names) - MAX_NAMES_TOLD} more" if len(names) > MAX_NAMES_TOLD else ""
+        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
         raise StartupError(
             f"{adapter.source} changes tensors that the model does not have: "
-            f"{', '.join(names[:MAX_NAMES_TOLD])}{more}; is it an adapter of another model?"
+            f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}; is it an adapter of another model?"
         )
 
 
@@ -125,7 +125,9 @@ def _named(adapter: Adapter, names: Iterable[str]) -> Iterator[str]:
 
 def _replacement(adapter: Adapter, name: str, stored: Slice) -> Slice:
     if name in adapter.halves:
-        raise StartupError(f"{adapter.source}: {name} is replaced and added to (modules_to_save)")
+        raise StartupError(
+            f"{adapter.source}: {name} is both replaced (modules_to_save) and changed by lora_A and lora_B"
+        )
     given = adapter.replaced[name]
     if given.get_shape() != stored.get_shape():
         raise StartupError(
@@ -151,7 +153,7 @@ def _merged(adapter: Adapter, how: AdapterConfig, name: str, stored: Slice) -> S
         )
     for half, numbers in (("A", first), ("B", second)):
         if not np.isfinite(numbers).all():
-            raise StartupError(f"{adapter.source}: lora_{half} of {module} has numbers that are not finite")
+            raise StartupError(f"{adapter.source}: lora_{half} of {module} has values that are not finite")
     scale = how.scale_of(module)
     if is_transposed:
         return MergedSlice(stored, first.T, second.T, scale)

@@ -123,20 +123,20 @@ def add_up(data: NDArray[np.uint8]) -> int:
 def _check(mapped: mmap.mmap, entry: _Entry) -> NDArray[np.generic]:
     data = np.frombuffer(mapped, np.uint8, entry.num_bytes, entry.offset)
     if add_up(data) != entry.total:
-        raise DamagedFile(f"the numbers of {entry.name} have changed")
+        raise DamagedFile(f"checksum mismatch in {entry.name}")
     return data.view(_find_dtype(entry.dtype)).reshape(entry.shape)
 
 
 def _read_index(mapped: mmap.mmap) -> list[_Entry]:
     end = len(mapped) - TRAILER.size
     if end < 0:
-        raise DamagedFile("it is too short")
+        raise DamagedFile("it is truncated")
     size, digest, magic = TRAILER.unpack_from(mapped, end)
     if magic != MAGIC or size > end:
-        raise DamagedFile("its end is missing")
+        raise DamagedFile("its trailer is missing or damaged")
     index = mapped[end - size : end]
     if hashlib.sha256(index).digest() != digest:
-        raise DamagedFile("its index has changed")
+        raise DamagedFile("checksum mismatch in its index")
     return [_Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in json.loads(index)]
 
 

@@ -97,7 +97,9 @@ def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
             experts.add(int(expert[1]))
     for level, numbers in layers.items():
         if not numbers or numbers != set(range(len(numbers))):
-            raise StartupError(f"{path}: of the {level} level there are layers {sorted(numbers)}, with holes")
+            raise StartupError(
+                f"{path}: the {level} level has layers {sorted(numbers)}, which are not consecutive from 0"
+            )
     if is_dense and has_experts:
         raise StartupError(f"{path}: some layers have experts and some have none, which is not supported")
     if has_experts:

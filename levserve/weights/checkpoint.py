@@ -308,8 +308,8 @@ def _read_four_bits(
 def _check_schemes(tensors: Tensors, found: Mapping[str, Scheme], wanted: Mapping[str, Scheme]) -> None:
     if any(found.get(name) != scheme.as_stored() for name, scheme in wanted.items()):
         raise StartupError(
-            f"{tensors.source}: its matrices are not quantized as those that are served, which keep the bits "
-            "of their checkpoint"
+            f"{tensors.source}: its matrices are quantized differently from those being served, which keep "
+            "their stored form"
         )
 
 
@@ -321,7 +321,7 @@ def _read_config(path: Path, config_file: Path | None) -> ModelConfig:
     config_file = config_file or find_config(path)
     if config_file is None:
         where = f"no {CONFIG_FILE} in it or the two folders above"
-        raise StartupError(f"{path}: {where}; name the run's with --model-config")
+        raise StartupError(f"{path}: {where}; give the run's config with --model-config")
     return read_levanter_config(config_file, _open_checkpoint(path).shapes())
 
 

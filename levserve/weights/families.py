@@ -213,7 +213,7 @@ FAMILIES: dict[str, Family] = {
             "up_offset": 1.0,
             "mlp_bias": True,
             "router_bias": True,
-            "has_turned_experts": True,
+            "has_transposed_experts": True,
         },
         read_gpt_oss,
         gemma2_layers,

@@ -108,7 +108,7 @@ def read_checked(
     block = source.tensor.read(start, stop, columns)
     if not _is_finite(block):
         place = f"rows {start} to {stop}"
-        raise StartupError(f"{origin}: {source.name} is corrupt: some numbers are not finite ({place})")
+        raise StartupError(f"{origin}: {source.name} is corrupt: some values are not finite ({place})")
     return block
 
 

@@ -25,7 +25,7 @@ GROUP = 32
 """Weights that share a scale."""
 
 
-class TurnedTensor:
+class TransposedTensor:
     """Matrices that are stored [expert, in, out], read as [expert, out, in]."""
 
     def __init__(self, stored: StoredTensor) -> None:
@@ -62,8 +62,8 @@ def arrange_expert(name: str, stored: StoredTensor) -> StoredTensor:
     if match is None:
         return stored
     is_fused, is_bias = match[1] == "gate_up", match[2] is not None
-    turned = stored if is_bias or len(stored.shape) != 3 else TurnedTensor(stored)
-    return GateUpTensor(turned) if is_fused else turned
+    transposed = stored if is_bias or len(stored.shape) != 3 else TransposedTensor(stored)
+    return GateUpTensor(transposed) if is_fused else transposed
 
 
 def unpack_experts(source: str, packed: Mapping[str, Slice]) -> Iterator[tuple[str, StoredTensor]]:

@@ -95,14 +95,14 @@ def arrange_tensors(
     for name, stored in found:
         if SKIPPED.fullmatch(name):
             continue
-        if config.has_turned_experts and PACKED.fullmatch(name):
+        if config.has_transposed_experts and PACKED.fullmatch(name):
             packed[name] = stored
             continue
         tensor: StoredTensor = _tensor(source, name, stored, config.head_dim)
         order = row_order(plain_name(name), config)
         if order is not None:
             tensor = ReorderedTensor(tensor, order)
-        if config.has_turned_experts:
+        if config.has_transposed_experts:
             tensor = arrange_expert(name, tensor)
         yield plain_name(name), tensor
     yield from unpack_experts(source, packed)

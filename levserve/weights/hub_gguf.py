@@ -22,7 +22,7 @@ NAME = re.compile(
 )
 NO_MODELS = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?:[-._/]|$)", re.IGNORECASE)
 """Image encoders and importance matrices, which are stored beside the models."""
-MAX_FILES_TOLD = 40
+MAX_FILES_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def choose_file(name: HubName, listed: Iterable[str]) -> str:
         return meant[0]
     if not files:
         raise StartupError(f"{name.repo} on the Hugging Face Hub has no GGUF file")
-    wanted = f" {name.file or name.tag}" if name.file or name.tag else " without a format"
-    problem = f"may be {len(meant)} GGUF files" if meant else "is none of its GGUF files"
+    wanted = f" {name.file or name.tag}" if name.file or name.tag else " without a format, the name"
+    problem = f"matches {len(meant)} GGUF files" if meant else "matches none of its GGUF files"
     told = _tell(meant or files)
     raise StartupError(
         f"{name.repo} on the Hugging Face Hub:{wanted} {problem}; name one as {name.repo}/{told}"
@@ -98,5 +98,5 @@ def _all_parts(file: str) -> list[str]:
 
 
 def _tell(files: Sequence[str]) -> str:
-    told = ", ".join(files[:MAX_FILES_TOLD])
-    return told if len(files) <= MAX_FILES_TOLD else f"{told} and {len(files) - MAX_FILES_TOLD} more"
+    told = ", ".join(files[:MAX_FILES_SHOWN])
+    return told if len(files) <= MAX_FILES_SHOWN else f"{told} and {len(files) - MAX_FILES_SHOWN} more"

@@ -42,7 +42,7 @@ def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> Mod
     config_file = Path(settings.model_config) if settings.model_config else files.config_file
     if config_file is None:
         where = f"no {CONFIG_FILE} in the checkpoint or the two folders above it"
-        raise StartupError(f"{settings.checkpoint_path}: {where}; name the run's with --model-config")
+        raise StartupError(f"{settings.checkpoint_path}: {where}; give the run's config with --model-config")
     if not config_file.is_file():
         raise StartupError(f"{settings.checkpoint_path}: --model-config {config_file} does not exist")
     report(f"checkpoint {files.path}, config {config_file}")

@@ -88,7 +88,7 @@ def read_packed(
     num_shares = cutter.num_shares(name)
     for end, blocks in ((SCALE, scales), (ZERO, zeros), (OFFSET, offsets)):
         if blocks is not None:
-            yield name + end, _turn(blocks[..., :: scheme.rows, :], num_shares)
+            yield name + end, _transpose(blocks[..., :: scheme.rows, :], num_shares)
 
 
 def _read_parts(
@@ -135,7 +135,7 @@ def _pack(codes: NDArray[np.generic], scheme: Scheme) -> NDArray[np.generic]:
     return packed
 
 
-def _turn(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:
+def _transpose(blocks: NDArray[np.generic], num_shares: int) -> NDArray[np.generic]:
     """Transposes each of the stacked shares [..., out, group] to [..., group, out]."""
     shares = blocks.reshape(num_shares, -1, *blocks.shape[1:]).swapaxes(-1, -2)
     return np.ascontiguousarray(shares.reshape(-1, *shares.shape[2:]))

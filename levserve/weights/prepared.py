@@ -105,7 +105,7 @@ class WeightCache:
                 continue
             report(f"weights mapped from {self.path / FILE}")
             return arrays
-        raise DamagedFile(f"{self.path / FILE} is damaged whenever it is written")
+        raise DamagedFile(f"{self.path / FILE} was damaged again after being rewritten")
 
     def _lease(self, convert: Callable[[], Arrays], report: Report) -> Lease | None:
         """Leases the folder and writes the file if it is missing. None if a read-only folder has the file."""
@@ -134,8 +134,9 @@ class WeightCache:
 
     def _check_room(self) -> None:
         """Removes weights of other models to make room; none if the limit or disk is too small anyway."""
-        if _file_system(self.path) in IN_MEMORY:
-            raise _NotKept(f"{self.path} is in memory")
+        file_system = _file_system(self.path)
+        if file_system in IN_MEMORY:
+            raise _NotKept(f"{self.path} is on an in-memory file system ({file_system})")
         try:
             make_room(
                 self.path,

@@ -108,7 +108,7 @@ def _not_a_zip(path: Path, start: bytes) -> str:
             f"{path} is in the format of PyTorch before 1.6, which is not supported; "
             "save it again with a later version, or as safetensors"
         )
-    return describe_pointer(path) or f"{path} is not a file that PyTorch saved: it is no zip archive"
+    return describe_pointer(path) or f"{path} is not a file that PyTorch saved: it is not a zip archive"
 
 
 class _Archive:
@@ -169,13 +169,13 @@ class _Unpickler(pickle.Unpickler):
             return ALLOWED[f"{module}.{name}"]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which is no part of a tensor; nothing was run"
+                f"it asks for {module}.{name}, which is not part of a tensor; nothing was run"
             ) from None
 
     def persistent_load(self, pid: Any) -> Storage:
         what, kind, key, _, count = pid
         if what != "storage" or kind not in STORAGE_TYPES or not isinstance(key, str):
-            raise ValueError(f"it refers to {what!r:.50} outside of the pickle")
+            raise ValueError(f"it has an unknown persistent id {pid!r:.100}")
         return self._archive.storage(kind, key, _size(count))
 
 

@@ -67,7 +67,7 @@ class OneWorkerArbiter(Arbiter):  # type: ignore[misc]
             )
         elif self._worker_exit == -signal.SIGABRT:
             log.error(
-                "a library ended the worker (SIGABRT), as its last line above says; if that is about memory, "
+                "a library aborted the worker (SIGABRT); see its last line above; if that is about memory, "
                 "lower --kv-memory or --max-running, or raise the limit"
             )
         elif self._worker_exit not in (0, 1, 2):  # with these it has logged the reason itself

@@ -269,7 +269,7 @@ def test_a_host_that_follows_says_whom_to_ask(client: FlaskClient, engine: Engin
     engine.mark_following()
     for reply in (client.get("/v1/models"), client.post("/v1/completions", json=completion("hi"))):
         assert reply.status_code == 503 and reply.json is not None
-        assert reply.json["error"]["message"] == "This host works for host 0; please ask that one."
+        assert reply.json["error"]["message"] == "This host follows host 0; send requests to host 0."
 
 
 def test_a_device_that_has_work_and_does_not_move_is_stalled_until_it_moves(

@@ -69,7 +69,7 @@ def test_a_folder_that_vanishes_takes_no_model_with_it(
     catalogue = Catalogue(settings_of("--models-dir", str(folder)))
     folder.rename(folder.parent / "elsewhere")
     assert catalogue.names() == ["beta", "gamma", "run", "theta"]
-    assert "the list of models stays as it was" in caplog.text
+    assert "keeping the old list of models" in caplog.text
 
 
 def test_the_model_that_is_named_beside_a_folder_is_the_default(folder: Path) -> None:

@@ -297,7 +297,7 @@ def test_an_unknown_variable_of_ours_is_refused(
 
 
 def test_a_setting_for_several_models_is_told_to_be_of_no_use_for_one() -> None:
-    note = "--models-memory (command line) is not used: it is for several models"
+    note = "--models-memory (command line) is not used: it applies only to several models"
     assert note in parse_settings(["--models-memory", "1GB"], {}).notes
     assert note not in parse_settings(["--models-memory", "1GB", "--models-dir", "/srv"], {}).notes
     assert note not in parse_settings(["--models-memory", "1GB", "--lazy"], {}).notes

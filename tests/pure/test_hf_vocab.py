@@ -178,6 +178,6 @@ def test_only_a_folder_with_neither_file_imports_transformers_which_says_nothing
 
 def test_a_folder_without_a_tokenizer_is_told_of_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(StartupError, match="the folder has no tokenizer; --tokenizer takes one") as caught:
+    with pytest.raises(StartupError, match="the folder has no tokenizer; give one from elsewhere") as caught:
         load_tokenizer(tmp_path)
     assert str(tmp_path) in str(caught.value)

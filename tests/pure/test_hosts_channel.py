@@ -208,7 +208,7 @@ def test_a_host_with_another_setting_is_refused_by_name_and_may_come_back(
         right.close()
 
 
-@pytest.mark.parametrize("host_id, reason", [(0, "calls itself 0"), (7, "calls itself 7")])
+@pytest.mark.parametrize("host_id, reason", [(0, "has the number 0"), (7, "has the number 7")])
 def test_a_number_that_no_follower_has_is_refused(host_id: int, reason: str) -> None:
     with group_of() as group:
         gathering = group.gather()
@@ -228,7 +228,7 @@ def test_two_hosts_cannot_have_one_number() -> None:
         first = group.follower(1)
         wait_until(lambda: 1 in group.leader.host_ids())
         second = group.follower(1)
-        with pytest.raises(ConfigError, match="host 1 is here already, at 127.0.0.1"):
+        with pytest.raises(ConfigError, match="host 1 has already joined, from 127.0.0.1"):
             second.expect(FrameKind.WELCOME)
         second.close()
         other = group.follower(2)
@@ -363,7 +363,7 @@ def test_a_follower_that_is_stopped_at_once_is_lost() -> None:
     with joined() as (group, follower):
         follower.leave(is_orderly=False)
         wait_until(lambda: bool(group.lost), 5)
-        assert "was stopped at once" in group.lost[0]
+        assert "was stopped immediately" in group.lost[0]
 
 
 CHILD = """

@@ -333,15 +333,15 @@ def test_gguf_file_of_the_hub_is_fetched_with_its_parts_and_nothing_else(
     [
         (
             "org/llama:Q8_0",
-            "Q8_0 may be 2 GGUF files; name one as org/llama/UD/tiny-UD-Q8_0.gguf, tiny-Q8_0.gguf$",
+            "Q8_0 matches 2 GGUF files; name one as org/llama/UD/tiny-UD-Q8_0.gguf, tiny-Q8_0.gguf$",
         ),
         (
             "org/llama:Q4_K",
-            "Q4_K is none of its GGUF files; name one as org/llama/BF16/tiny-BF16-00001-of-00002.gguf, ",
+            "Q4_K matches none of its GGUF files; name one as org/llama/BF16/tiny-BF16-00001-of-00002.gguf, ",
         ),
-        ("org/llama:Q4_XS", "Q4_XS is none of its GGUF files"),
-        ("org/llama/other.gguf", "other.gguf is none of its GGUF files; .* tiny-q4_k_m.gguf$"),
-        ("org/llama", "without a format may be 6 GGUF files; name one as "),
+        ("org/llama:Q4_XS", "Q4_XS matches none of its GGUF files"),
+        ("org/llama/other.gguf", "other.gguf matches none of its GGUF files; .* tiny-q4_k_m.gguf$"),
+        ("org/llama", "without a format, the name matches 6 GGUF files; name one as "),
         ("org/other:Q8_0", "cannot fetch org/other: no such model on the Hub"),
     ],
 )

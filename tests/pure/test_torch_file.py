@@ -156,7 +156,7 @@ def test_attributes_that_a_file_sets_on_its_mapping_are_not_used(tmp_path: Path)
         ({"shape": (1,) * 9, "strides": (1,) * 9}, "9 dimensions"),
         ({"shape": "wide"}, "wrong values"),
         ({"count": 25}, "storage a has fewer than 25 numbers"),
-        ({"kind": "torch.StorageOfNoKind"}, "outside of the pickle"),
+        ({"kind": "torch.StorageOfNoKind"}, "unknown persistent id"),
         ({"kind": ["FloatStorage"]}, "unhashable"),
     ],
 )
@@ -178,7 +178,7 @@ def test_other_things_than_tensors_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(b"", "no zip archive"), (b"PK\3\4 and no more", "cannot read")]
+    ("content", "problem"), [(b"", "not a zip archive"), (b"PK\3\4 and no more", "cannot read")]
 )
 def test_a_file_of_another_kind_is_refused(content: bytes, problem: str, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(content)

@@ -96,7 +96,7 @@ def test_a_chat_without_a_template_is_the_last_user_message(server: Server) -> N
     assert reply.body["choices"][0]["message"]["content"].split() == plain.split()
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     refused = server.call("/v1/chat/completions", chat | {"tools": tools})
-    assert refused.status == 400 and "cannot be told of tools" in refused.body["error"]["message"]
+    assert refused.status == 400 and "cannot be given tools" in refused.body["error"]["message"]
     no_user = server.call("/v1/chat/completions", chat | {"messages": messages[:1]})
     assert no_user.status == 400 and "no message of a user" in no_user.body["error"]["message"]
 

@@ -176,7 +176,7 @@ def test_a_host_that_hangs_ends_the_group_within_seconds() -> None:
         os.kill(worker, signal.SIGSTOP)
         try:
             assert leader.exit_code() == LOST
-            assert "has said nothing for 15 s, which ends the group" in leader.text
+            assert "has sent nothing for 15 s, which ends the group" in leader.text
         finally:
             os.kill(worker, signal.SIGCONT)
         assert follower.exit_code() == LOST

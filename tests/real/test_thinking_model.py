@@ -57,7 +57,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def test_the_log_tells_how_it_thinks(server: Server) -> None:
-    found = "thoughts: think (<think> ... </think>, switched by enable_thinking)"
+    found = "reasoning: think (<think> ... </think>, switched by enable_thinking)"
     assert any(found in line for line in server.lines)
 
 

@@ -141,7 +141,10 @@ def test_kinds_that_are_not_supported_are_refused_by_field(
             {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 384)},
             "lora_embedding_A is not supported",
         ),
-        ({"base_model.model.lm_head.weight": (384, 64)}, "lm_head.weight is not supported: .*the head too"),
+        (
+            {"base_model.model.lm_head.weight": (384, 64)},
+            "lm_head.weight is not supported: .*tied to its embedding",
+        ),
         (
             {"base_model.model.model.norm.weight": (65,)},
             r"model.norm.weight has the shape \[65\], and \[64\]",

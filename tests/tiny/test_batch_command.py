@@ -41,8 +41,13 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
     write_input(source, NUM_LINES)
     command = [sys.executable, "-m", "levserve", "batch", str(source), str(target), *FLAGS]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    def has_results() -> bool:
+        assert process.poll() is None, "it ended before it was killed"
+        return target.exists() and target.read_bytes().count(b"\n") >= 5
+
     try:
-        wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 5, COMPILE_SECONDS)
+        wait_until(has_results, COMPILE_SECONDS)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

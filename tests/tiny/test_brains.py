@@ -133,7 +133,7 @@ def test_values_that_cannot_be_are_refused(fields: dict[str, Any], expected: str
         ({"inner.H_level.layers.0.self_attn.qkv_proj.lora_A.weight": np.zeros((4, 8), np.float32)}, "PEFT"),
         ({"inner.H_level.layers.0.mlp.base_layer.weight": np.zeros((4, 8), np.float32)}, "PEFT"),
         ({"inner.embed_tokens.embedding_weight": None}, "not an ACT v1 brain"),
-        ({"inner.H_level.layers.2.self_attn.o_proj.weight": np.zeros((8, 8), np.float32)}, "with holes"),
+        ({"inner.H_level.layers.2.self_attn.o_proj.weight": np.zeros((8, 8), np.float32)}, "not consecutive"),
         ({"inner.L_level.layers.0.mlp.gate_up_proj.weight": np.zeros((8, 8), np.float32)}, "some have none"),
         ({"inner.lm_head.weight": np.zeros((97, 8), np.int64)}, "stored as I64"),
     ],
@@ -167,7 +167,7 @@ def test_a_malicious_pt_file_is_refused_and_nothing_in_it_runs(tmp_path: Path) -
     folder = Path(shutil.copytree(GOLDEN / "hrm-tiny-dense-pt", tmp_path / "brain"))
     pickled = dumps({"inner.embed_tokens.embedding_weight": Evil(f"touch {marker}")})
     write_archive(folder / "actv1_student.pt", pickled, {})
-    with pytest.raises(StartupError, match="which is no part of a tensor; nothing was run"):
+    with pytest.raises(StartupError, match="which is not part of a tensor; nothing was run"):
         read(folder)
     assert not marker.exists()
 

@@ -275,7 +275,7 @@ def test_a_model_with_a_field_that_the_kernel_does_not_know_is_left_to_xla() -> 
     int8 = jnp.dtype(jnp.int8)
     assert DOT.layers_unsupported_reason(config, int8, BFLOAT16) is None, "at its default it changes nothing"
     refusal = DOT.layers_unsupported_reason(replace(config, made_up=0.5), int8, BFLOAT16)
-    assert refusal == "the model is not plain: made_up"
+    assert refusal == "the whole-layer kernel does not support these config fields: made_up"
 
 
 def test_every_plain_field_is_a_field_of_the_config() -> None:

@@ -69,7 +69,7 @@ def test_faults_are_read(text: str, wanted: list[Fault]) -> None:
     "text", ["fire", "raise", "raise:x", "raise:-1", "raise:1:2", "oom:1", "oom,", "stall:1"]
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="LEVSERVE_FAULTS must be of raise:ROUND"):
+    with pytest.raises(ConfigError, match="LEVSERVE_FAULTS must be a comma-separated list of raise:ROUND"):
         parse_faults(text)
 
 

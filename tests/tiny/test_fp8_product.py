@@ -12,7 +12,7 @@ import pytest
 
 from levserve.model.gpu import fp8_dot, fp8_plan
 from levserve.model.gpu.backend import GpuBackend
-from levserve.model.gpu.fp8_plan import Fp8Way, choose_cut, fit_cut
+from levserve.model.gpu.fp8_plan import Fp8Way, choose_fp8_tiling, fit_cut
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.packed_plan import PackedTiling
 from levserve.model.packed import Code, PackedMatrix, Scheme, multiply_packed
@@ -52,7 +52,7 @@ def check(got: jnp.ndarray, matrix: PackedMatrix, x: jnp.ndarray) -> None:
 def test_the_kernel_gives_the_product_of_rounded_rows(name: str, rows: int) -> None:
     """Nothing else is rounded. Covers two groups of columns, and sums that programs share."""
     matrix, x = random_matrix(SCHEMES[name], SHAPE), random_rows(rows)
-    cut = choose_cut(rows, SHAPE, matrix.scheme)
+    cut = choose_fp8_tiling(rows, SHAPE, matrix.scheme)
     assert cut is not None and cut.tiling.splits > 1
     assert cut.rounds_inside == (name != "whole rows" and rows <= 16)
     check(multiply_fp8(matrix, x, cut=cut, interpret=True), matrix, x)
@@ -106,12 +106,14 @@ def test_without_such_products_in_jax_rounded_rows_are_multiplied_by_a_widened_m
 def test_wide_matrices_share_no_sums_where_narrow_ones_do() -> None:
     """With the shapes of Llama-3.1-8B, for which the splits were measured."""
     shapes = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    cuts = {rows: [choose_cut(rows, shape, BLOCKS) for shape in shapes.values()] for rows in (2, 64, 256)}
+    cuts = {
+        rows: [choose_fp8_tiling(rows, shape, BLOCKS) for shape in shapes.values()] for rows in (2, 64, 256)
+    }
     splits = {rows: [cut.tiling.splits for cut in of_rows if cut] for rows, of_rows in cuts.items()}
     assert splits == {2: [8, 8, 2, 8], 64: [4, 8, 1, 8], 256: [1, 2, 1, 2]}
 
 
 def test_a_matrix_that_tensor_cores_cannot_take_is_left_to_xla() -> None:
-    assert choose_cut(fp8_plan.MAX_ROWS + 1, SHAPE, BLOCKS) is None
-    assert choose_cut(2, (72, 1024), BLOCKS) is None, "8 columns"
-    assert choose_cut(2, (64, 1040), SCHEMES["whole rows"]) is None, "steps of 16 inputs"
+    assert choose_fp8_tiling(fp8_plan.MAX_ROWS + 1, SHAPE, BLOCKS) is None
+    assert choose_fp8_tiling(2, (72, 1024), BLOCKS) is None, "8 columns"
+    assert choose_fp8_tiling(2, (64, 1040), SCHEMES["whole rows"]) is None, "steps of 16 inputs"

@@ -345,4 +345,4 @@ def test_an_xla_that_does_not_take_the_kernel_is_noticed_at_the_start(
         assert not runs_here()
         assert not runs_here()
     (record,) = caplog.records
-    assert "does not run here, others will: " in record.message
+    assert "cannot be used here (" in record.message

@@ -49,9 +49,9 @@ def plainly(x: Array, choice: ExpertChoice, is_real: Array, gate_up: Array, down
     [(2, 16, 4, 16), (16, 6, 3, 16), (17, 8, 2, 16), (70, 5, 2, 32)],
 )
 @pytest.mark.parametrize("bias", [0.0, 20.0])
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_matrix_first", [False, True])
 def test_the_kernels_give_the_sum_of_the_chosen_experts(
-    num_tokens: int, num_experts: int, per_token: int, size: int, bias: float, is_turned: bool
+    num_tokens: int, num_experts: int, per_token: int, size: int, bias: float, is_matrix_first: bool
 ) -> None:
     rng = np.random.default_rng(num_tokens)
     x = rng.standard_normal((num_tokens, EMBED), np.float32)
@@ -61,7 +61,7 @@ def test_the_kernels_give_the_sum_of_the_chosen_experts(
     is_real = rng.random(num_tokens) < 0.7
     gate_up = rng.standard_normal((num_experts, 2 * MLP, EMBED), np.float32) / 8
     down = rng.standard_normal((num_experts, EMBED, MLP), np.float32) / 6
-    tiling = Tiling(16, 32, 4, 2, is_turned)
+    tiling = Tiling(16, 32, 4, 2, is_matrix_first)
     choice = choose_experts(scores, is_real, rule_of(num_experts, per_token), interpret=True)
     got = mix_grouped(
         *(x, choice, gate_up, down),

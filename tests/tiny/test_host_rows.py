@@ -159,5 +159,5 @@ def test_numbers_that_are_not_finite_are_found_while_rows_are_rounded(tmp_path: 
     tensors[name][3, 5] = np.nan
     save_file(tensors, tmp_path / weights.name)
     config = read_config(tmp_path)
-    with pytest.raises(StartupError, match=f"{name} is corrupt: some numbers are not finite"):
+    with pytest.raises(StartupError, match=f"{name} is corrupt: some values are not finite"):
         list(read_arrays(tmp_path, config, FLOAT32, report=print, quantization=INT8))

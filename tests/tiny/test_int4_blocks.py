@@ -197,7 +197,7 @@ def test_groups_with_zero_points_are_kept_as_well() -> None:
     groups = np.arange(160) // 128
     wanted = (codes - zeros.astype(np.float64)[:, groups]) * scales.astype(np.float64)[:, groups]
     np.testing.assert_allclose(numbers_of(kept), wanted, atol=5e-4 * np.abs(wanted).max())
-    with pytest.raises(ValueError, match="too large for four bits in blocks"):
+    with pytest.raises(ValueError, match="too large for four bits with block scales"):
         from_parts(Scheme(Code.UINT4, 128, zero=8), codes, np.full((8, 2), 300.0), None, None)
 
 
@@ -241,7 +241,7 @@ def test_matrices_that_are_tensors_of_one_kind_stay_in_four_bits(tmp_path: Path)
     assert f"{len(found)} in the four bits of their file, others in int8" in str(quantization)
     (tmp_path / "other").mkdir()
     other = quantized_file(tmp_path / "other", {}, Kind.Q8_0)
-    with pytest.raises(StartupError, match="not quantized as those that are served"):
+    with pytest.raises(StartupError, match="quantized differently from those being served"):
         load_arrays(other, config, FLOAT32, report=print, quantization=quantization)
 
 

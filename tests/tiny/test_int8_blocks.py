@@ -86,7 +86,7 @@ def test_blocks_of_zeros_and_of_one_number_are_kept() -> None:
     matrix[1, :32], matrix[1, 40] = 0.25, -3e-3
     kept = numbers_of(*round_rows(matrix, is_rotated=True), is_rotated=True)
     np.testing.assert_allclose(kept, matrix, rtol=1e-3, atol=2e-5)
-    with pytest.raises(ValueError, match="too large for int8 in blocks"):
+    with pytest.raises(ValueError, match="too large for int8 with block scales"):
         round_rows(np.full((1, 32), 1e9, np.float32), is_rotated=True)
 
 

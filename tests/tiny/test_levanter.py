@@ -157,7 +157,7 @@ def test_the_config_is_found_in_the_checkpoint_or_above_it_or_where_the_flag_say
     shutil.rmtree(llama)
     with pytest.raises(
         StartupError,
-        match="no config.yaml in the checkpoint or the two folders above it; name the run's with",
+        match="no config.yaml in the checkpoint or the two folders above it; give the run's config with",
     ):
         find(old)
 

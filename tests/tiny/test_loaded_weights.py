@@ -183,7 +183,7 @@ def test_weights_are_swapped_again_and_again_while_answers_are_written(
         ({NAME: np.zeros((3, 4), np.float32)}, rf"wrong shape: {NAME} is \[3, 4\], expected"),
         ({NAME: [1.0, 2.0]}, f"{NAME} is a list, and not an array of jax or NumPy"),
         ({NAME: np.zeros((64, 64), np.int32)}, f"{NAME} is stored as int32"),
-        ({NAME: np.full((64, 64), np.nan, np.float32)}, f"{NAME} is corrupt: some numbers are not finite"),
+        ({NAME: np.full((64, 64), np.nan, np.float32)}, f"{NAME} is corrupt: some values are not finite"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(

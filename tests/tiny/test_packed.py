@@ -241,7 +241,7 @@ def test_scales_and_numbers_that_are_not_finite_are_refused(name: str, tmp_path:
         header = json.loads(content[8:start])
         at = start + header["model.layers.0.self_attn.o_proj.weight"]["data_offsets"][0]
         file.write_bytes(content[:at] + b"\x7f" + content[at + 1 :])
-    with pytest.raises(StartupError, match=r"o_proj\.weight is corrupt: some numbers are not finite"):
+    with pytest.raises(StartupError, match=r"o_proj\.weight is corrupt: some values are not finite"):
         load_kept(folder)
 
 

@@ -709,7 +709,7 @@ def test_every_tensor_lands_where_it_should(family: str) -> None:
                 return whole
             by_head = whole.reshape(config.num_heads, 3, config.head_dim, -1)
             return by_head.swapaxes(0, 1).reshape(whole.shape)
-        if config.has_turned_experts and name.startswith("experts"):
+        if config.has_transposed_experts and name.startswith("experts"):
             words = name.removeprefix("experts_").removesuffix("_bias")
             whole = file[f"{at}mlp.experts.{words}_proj{'_bias' if name.endswith('_bias') else ''}"]
             whole = whole if name.endswith("bias") else whole.swapaxes(1, 2)

@@ -32,7 +32,7 @@ def test_the_installed_jaxlib_can_call_kernels() -> None:
             "  void* more;\n  XLA_FFI_Args args;",
             "the field args of XLA_FFI_CallFrame lies at byte 48",
         ),
-        ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 7", "the unknown version 7."),
+        ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 7", "the XLA FFI version 7."),
         ("  int64_t* dims;", "  int64_t* sizes;", "the field dims of XLA_FFI_Buffer is not there"),
         ("struct XLA_FFI_Rets {", "struct XLA_FFI_Results {", "no struct XLA_FFI_Rets"),
         (

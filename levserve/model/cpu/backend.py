@@ -162,7 +162,7 @@ class CpuBackend(XlaBackend):
         others = (each for each in dataclasses.fields(config) if each.name not in PLAIN_FIELDS)
         unknown = [each.name for each in others if getattr(config, each.name) != each.default]
         if unknown:
-            return f"the model is not plain: {', '.join(unknown)}"
+            return f"the whole-layer kernel does not support these config fields: {', '.join(unknown)}"
         rope = config.rope(0)
         if rope is None:
             return "positions are not rotary"

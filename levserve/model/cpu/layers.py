@@ -88,7 +88,7 @@ class ModelShape:
 def unsupported_reason(head_dim: int, rotary_size: int, kv_dtype: jnp.dtype) -> str | None:
     """Why this kernel cannot serve a model with such heads, or None; `linear` decides about its matrices."""
     if head_dim % LANES or rotary_size % 8 or (head_dim - rotary_size) % _rotary_lanes(rotary_size):
-        return f"heads of {head_dim} numbers, of which {rotary_size} are rotated"
+        return f"head size {head_dim} with {rotary_size} rotated channels"
     return None if kv_dtype in (jnp.float32, jnp.bfloat16, INT8) else f"a KV cache in {kv_dtype}"
 
 

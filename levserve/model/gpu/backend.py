@@ -36,7 +36,7 @@ from levserve.model.gpu.expert_blocks import BLOCK
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
 from levserve.model.gpu.expert_plan import Plan, choose_plan
 from levserve.model.gpu.fp8_dot import has_dot_fp8
-from levserve.model.gpu.fp8_plan import choose_cut
+from levserve.model.gpu.fp8_plan import choose_fp8_tiling
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fragment_plan import choose_fragments, takes
 from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
@@ -202,7 +202,7 @@ class GpuBackend(XlaBackend):
             else:
                 x = round_as_asked(x.astype(jnp.bfloat16), scheme)
             return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
-        cut = choose_cut(*given)
+        cut = choose_fp8_tiling(*given)
         if cut is None:
             return None
         x = x if cut.rounds_inside else self._round(x, scheme)
@@ -238,7 +238,7 @@ class GpuBackend(XlaBackend):
         group = matrix.scheme.columns
         if widened != jnp.bfloat16 or not takes_groups(num_inputs, group):
             return None
-        cut = choose_cut(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
+        cut = choose_fp8_tiling(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
         return None if cut is not None and cut.rounds_inside else group
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:

@@ -28,7 +28,7 @@ class Tiling:
     """Elements of a row that are multiplied in one step."""
     num_warps: int
     num_stages: int
-    is_turned: bool = False
+    is_matrix_first: bool = False
     """Whether the matrix is the left factor of the product and the tokens are the right one. In Hopper's
     larger instructions the left one has at least 64 rows, but the right one may have only 8 columns."""
 
@@ -62,10 +62,10 @@ class Plan:
         return Gate(self.activation, self.is_gated, self.gate_limit, self.up_offset)
 
 
-FEW = Plan(16, Tiling(64, 128, 4, 4, is_turned=True), Tiling(128, 128, 4, 3))
+FEW = Plan(16, Tiling(64, 128, 4, 4, is_matrix_first=True), Tiling(128, 128, 4, 3))
 BY_SHARE = {
-    6: Plan(16, Tiling(64, 128, 4, 3, is_turned=True), Tiling(256, 128, 8, 2)),
-    24: Plan(32, Tiling(64, 64, 4, 5, is_turned=True), Tiling(128, 128, 4, 3), halvings=1),
+    6: Plan(16, Tiling(64, 128, 4, 3, is_matrix_first=True), Tiling(256, 128, 8, 2)),
+    24: Plan(32, Tiling(64, 64, 4, 5, is_matrix_first=True), Tiling(128, 128, 4, 3), halvings=1),
     48: Plan(64, Tiling(128, 64, 4, 4), Tiling(256, 64, 4, 4)),
     math.inf: Plan(128, Tiling(128, 64, 8, 4), Tiling(256, 64, 8, 4), halvings=1),
 }

@@ -40,7 +40,11 @@ def has_dot_fp8() -> bool:
     try:
         _register()
     except (ImportError, AttributeError) as error:
-        log.warning("jax %s has no products of FP8 for kernels (%s): FP8 is widened", jax.__version__, error)
+        log.warning(
+            "jax %s lacks what FP8 products in kernels need (%s); FP8 is widened instead",
+            jax.__version__,
+            error,
+        )
         return False
     return True
 

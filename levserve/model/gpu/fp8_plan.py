@@ -51,12 +51,12 @@ BY_ROWS = {
 Llama-3.1-8B's matrices, or within 10 % of it; those for 32 rows are like those for 64."""
 
 
-class Fp8Cut(NamedTuple):
+class Fp8Tiling(NamedTuple):
     tiling: PackedTiling
     rounds_inside: bool
 
 
-def choose_cut(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut | None:
+def choose_fp8_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Tiling | None:
     """How to tile the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
     if num_rows > MAX_ROWS:
         return None
@@ -66,7 +66,7 @@ def choose_cut(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Cut 
 
 def fit_cut(
     way: Fp8Way, num_rows: int, shape: tuple[int, int], scheme: Scheme, *, splits: int | None = None
-) -> Fp8Cut | None:
+) -> Fp8Tiling | None:
     """The tiling for this matrix, with enough splits for `way.programs` programs unless `splits` is given."""
     assert scheme.code is Code.FP8 and scheme.rounds_rows
     _, num_inputs = shape
@@ -75,4 +75,4 @@ def fit_cut(
         return None
     # A program that reads only part of a group cannot know its largest value.
     has_groups = scheme.columns is not None and math.gcd(fitted.depth, scheme.columns) == scheme.columns
-    return Fp8Cut(fitted, way.rounds_inside and has_groups)
+    return Fp8Tiling(fitted, way.rounds_inside and has_groups)

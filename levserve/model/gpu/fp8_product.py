@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.fp8_rows import SMALLEST, Fp8Rows, round_rows
 from levserve.model.gpu.fp8_dot import dot_fp8
-from levserve.model.gpu.fp8_plan import Fp8Cut
+from levserve.model.gpu.fp8_plan import Fp8Tiling
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
 from levserve.model.gpu.split_product import add_splits
 from levserve.model.packed import PackedMatrix, Scheme
@@ -35,7 +35,7 @@ Carry = tuple[jax.Array, tuple[Scales, ...]]
 
 @functools.partial(jax.jit, static_argnames=("cut", "interpret"))
 def multiply_fp8(
-    matrix: PackedMatrix, x: jax.Array | Fp8Rows, *, cut: Fp8Cut, interpret: bool = False
+    matrix: PackedMatrix, x: jax.Array | Fp8Rows, *, cut: Fp8Tiling, interpret: bool = False
 ) -> jax.Array:
     """x [row, in], rounded to bfloat16 and then to FP8, times the matrix: float32 [row, out]."""
     tiling, rounds_inside = cut

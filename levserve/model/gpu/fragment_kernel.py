@@ -15,7 +15,7 @@ computed as a product with ones.
 from __future__ import annotations
 
 from levserve.model.gpu.assembly import Assembly, Kernel
-from levserve.model.gpu.fragment_numbers import Loaded, Numbers
+from levserve.model.gpu.fragment_dequantizer import Dequantizer, Loaded
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.lanes import WORDS
 
@@ -64,7 +64,7 @@ class Writer:
         ]
         for register in self._all_totals():
             self.asm(f"mov.f32 {register}, 0f00000000")
-        self.numbers = Numbers(self.asm, self.scheme)
+        self.dequantizer = Dequantizer(self.asm, self.scheme)
         self._loop()
         if self.scheme.columns is None:
             self._scale_rows()
@@ -292,9 +292,9 @@ class Writer:
             is_first = place == 0 and not of_rows
             if place == 0:
                 of_group = stage.zeros[group] if scheme.has_zeros else []
-                zeros = self.numbers.zeros(of_group, self.outputs)
+                zeros = self.dequantizer.zeros(of_group, self.outputs)
             numbers = [
-                self.numbers.unpack(stage.codes[each][word], zeros[each]) for each in range(self.outputs)
+                self.dequantizer.unpack(stage.codes[each][word], zeros[each]) for each in range(self.outputs)
             ]
             x = [tile[word] for tile in stage.x] if stage.x else self._read_x(read_at[word])
             for half in range(len(numbers[0]) // 2):
@@ -304,9 +304,9 @@ class Writer:
                     for m in range(tiling.m_tiles):
                         low, high = numbers[2 * m], numbers[2 * m + 1]
                         left = [low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]]
-                        self.numbers.multiply(sums[n][m], left, factor, is_fresh=fresh)
+                        self.dequantizer.multiply(sums[n][m], left, factor, is_fresh=fresh)
                     if ones:
-                        self.numbers.multiply(ones[n], [self.numbers.one] * 4, factor, is_fresh=fresh)
+                        self.dequantizer.multiply(ones[n], [self.dequantizer.one] * 4, factor, is_fresh=fresh)
             if place == self.words_per_group - 1 and not of_rows:
                 self._add_group(stage, group, sums, ones)
         if tiling.is_staged:
@@ -330,8 +330,8 @@ class Writer:
     def _add_group(
         self, stage: Loaded, group: int, sums: list[list[list[str]]], ones: list[list[str]]
     ) -> None:
-        scales = self.numbers.widen_scales(stage.scales[group])
-        offsets = self.numbers.widen_scales(stage.offsets[group]) if ones else []
+        scales = self.dequantizer.widen_scales(stage.scales[group])
+        offsets = self.dequantizer.widen_scales(stage.offsets[group]) if ones else []
         for n, tile in enumerate(self.totals):
             for m, totals in enumerate(tile):
                 for place, total in enumerate(totals):
@@ -346,7 +346,7 @@ class Writer:
         size = self.scheme.scale.itemsize
         registers = self.asm.several("scale", self.outputs * size // 4)
         self._read("", registers, self._address("scale", [(self.column, size)]), 0)
-        scales = self.numbers.widen_scales(registers)
+        scales = self.dequantizer.widen_scales(registers)
         for tile in self.totals:
             for m, totals in enumerate(tile):
                 for place, total in enumerate(totals):

@@ -74,12 +74,12 @@ def runs_here() -> bool:
     tilings = [TRIAL, WIDE_TRIAL, RING_TRIAL] if is_hopper() else [TRIAL]
     try:
         is_right = all(np.array_equal(*_try(tiling)) for tiling in tilings)
-        reason = None if is_right else "its numbers are wrong"
+        reason = None if is_right else "its results are wrong"
     except Exception as error:  # whatever that version raises
         reason = str(error).splitlines()[0] if str(error) else repr(error)
     if reason is not None:
         log.warning(
-            "the kernel for matrices of four and eight bits does not run here, others will: %s", reason
+            "the PTX kernel for 4- and 8-bit matrices cannot be used here (%s); a slower one is used", reason
         )
     return reason is None
 

@@ -165,11 +165,11 @@ def _kernel(
 
     def across(numbers: jax.Array) -> jax.Array:
         """One value per pair, broadcast over the columns of the result."""
-        return numbers[None, :] if tiling.is_turned else numbers[:, None]
+        return numbers[None, :] if tiling.is_matrix_first else numbers[:, None]
 
     def along(numbers: jax.Array) -> jax.Array:
         """One value per column of the result, broadcast over the pairs."""
-        return numbers[:, None] if tiling.is_turned else numbers[None, :]
+        return numbers[:, None] if tiling.is_matrix_first else numbers[None, :]
 
     def compute(pairs: jax.Array) -> None:
         known = jnp.minimum(pairs, num_pairs - 1)
@@ -243,10 +243,10 @@ def _sum_products(
         added = []
         for start in starts:
             matrix = matrix_ref[expert, pl.ds(start, tiling.columns), pl.ds(first, tiling.depth)]
-            left, right = (matrix, rows) if tiling.is_turned else (rows, matrix)
+            left, right = (matrix, rows) if tiling.is_matrix_first else (rows, matrix)
             added.append(plgpu.dot(left, right.T, precision=precision))
         return tuple(total + product for total, product in zip(sums, added, strict=True))
 
-    shape = (tiling.columns, len(at)) if tiling.is_turned else (len(at), tiling.columns)
+    shape = (tiling.columns, len(at)) if tiling.is_matrix_first else (len(at), tiling.columns)
     zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in starts)
     return lax.fori_loop(0, depth // tiling.depth, step, zeros)

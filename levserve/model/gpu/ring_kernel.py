@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.gpu.code_ring import CodeRing, Stream
+from levserve.model.gpu.fragment_dequantizer import Loaded
 from levserve.model.gpu.fragment_kernel import LANE_BYTES, UNIT_BYTES
-from levserve.model.gpu.fragment_numbers import Loaded
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
 from levserve.model.gpu.row_parts import CHUNK, CHUNK_BYTES, RowParts
 from levserve.model.gpu.wide_kernel import DEPTH, WideWriter, in_fragments

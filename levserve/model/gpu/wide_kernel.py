@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from levserve.model.gpu.assembly import Kernel
+from levserve.model.gpu.fragment_dequantizer import Loaded
 from levserve.model.gpu.fragment_kernel import UNIT_BYTES, Writer
-from levserve.model.gpu.fragment_numbers import Loaded
 from levserve.model.gpu.fragment_plan import FragmentTiling, Problem
-from levserve.model.gpu.wide_numbers import WideNumbers
+from levserve.model.gpu.wide_dequantizer import WideDequantizer
 from levserve.model.lanes import LANES, WORDS
 
 PART = 64
@@ -69,7 +69,7 @@ class WideWriter(Writer):
             self.load = "ld.global"
 
     def write(self) -> Kernel:
-        self.wide = WideNumbers(self.asm, self.scheme)
+        self.wide = WideDequantizer(self.asm, self.scheme)
         return super().write()
 
     def _shared_bytes(self) -> int:

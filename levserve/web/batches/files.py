@@ -131,8 +131,8 @@ class FileStore:
             num_kept = sum(stored.file.bytes for stored in self._records.values())
         if num_files >= MAX_FILES or num_kept + num_bytes > self._max_bytes:
             raise BadRequest(
-                f"The server keeps {num_files} files of {num_kept} bytes and has no room for another of "
-                f"{num_bytes}; delete some.",
+                f"The server keeps {num_files} files of {num_kept} bytes and has no room for another "
+                f"{num_bytes} bytes; delete some files.",
                 param="file",
                 code="no_room",
             )
@@ -150,7 +150,7 @@ class FileStore:
             except (OSError, msgspec.DecodeError, UnicodeDecodeError):
                 is_sound = False
             if not is_sound:
-                log.warning("skipped %s: it is not what levserve writes there", path)
+                log.warning("skipped %s: not a levserve record", path)
             elif not self.path_of(file_id).is_file():  # the process was killed before it named the file
                 path.unlink(missing_ok=True)
             else:

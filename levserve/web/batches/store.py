@@ -159,6 +159,6 @@ class BatchStore:
             if is_sound:
                 found.append(stored)
             else:
-                log.warning("skipped %s: it is not what levserve writes there", path)
+                log.warning("skipped %s: not a levserve record", path)
         for stored in sorted(found, key=lambda one: one.batch.created_at):
             self._records[stored.batch.id] = stored

@@ -58,8 +58,8 @@ class StateFolder:
             except OSError as error:
                 log.warning("skipped %s: %s", self._place(name), error.strerror)
 
-    def tell_skipped(self, name: str) -> None:
-        log.warning("skipped %s: it is not what levserve writes there", self._place(name))
+    def log_skipped(self, name: str) -> None:
+        log.warning("skipped %s: not a levserve record", self._place(name))
 
     def _place(self, name: str) -> Path:
         return self._path / f"{name}{SUFFIX}"

@@ -86,7 +86,9 @@ class ResponseStore:
         stored = StoredResponse(response_id, owner, now, items, Raw(response))
         data = msgspec.json.encode(stored)
         if len(data) > self._max_bytes:  # it would only drive out all others
-            log.warning("%s is not stored: its %d bytes are more than all may have", response_id, len(data))
+            log.warning(
+                "%s is not stored: its %d bytes exceed --stored-responses-memory", response_id, len(data)
+            )
             return
         if self._folder is not None:
             self._folder.write(response_id, data)
@@ -126,7 +128,7 @@ class ResponseStore:
             if is_sound:
                 found.append((response_id, Entry(stored.owner, stored.stored_at, data)))
             else:
-                folder.tell_skipped(response_id)
+                folder.log_skipped(response_id)
         for response_id, entry in sorted(found, key=lambda one: one[1].stored_at):
             self._insert(response_id, entry)
         self._remove_files(self._drop_oldest())

@@ -92,7 +92,7 @@ async function send(path, body, signal) {
     return await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (key && !/^[\x20-\x7e]+$/.test(key)) throw new ApiError("The API key has characters that no key has.");
+    if (key && !/^[\x20-\x7e]+$/.test(key)) throw new ApiError("The API key contains characters that no key can have.");
     throw new ApiError("The server cannot be reached.");
   }
 }

@@ -10,12 +10,12 @@ const FIRST_VISIT = { temperature: 0.7 }; // at OpenAI's 1, small models ramble
 // The range is the slider's; the number beside it may be anything that the server accepts.
 const FIELDS = [
   { name: "temperature", min: 0, max: 2, step: 0.05, empty: "1", help: "0 always takes the likeliest token" },
-  { name: "top_p", min: 0, max: 1, step: 0.01, empty: "1", help: "draw from the likeliest that add up to this" },
-  { name: "top_k", min: 0, max: 200, step: 1, empty: "all", help: "draw from the k likeliest tokens" },
-  { name: "min_p", min: 0, max: 1, step: 0.01, empty: "0", help: "leave out what is less likely than this part of the likeliest" },
+  { name: "top_p", min: 0, max: 1, step: 0.01, empty: "1", help: "sample from the likeliest tokens that add up to this probability" },
+  { name: "top_k", min: 0, max: 200, step: 1, empty: "all", help: "sample from the k likeliest tokens" },
+  { name: "min_p", min: 0, max: 1, step: 0.01, empty: "0", help: "drop tokens less likely than this fraction of the likeliest" },
   { name: "max_tokens", min: 1, max: 4096, step: 1, empty: "auto", help: "the most tokens to generate" },
-  { name: "presence_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "above 0: fewer tokens that came before" },
-  { name: "frequency_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "above 0: fewer tokens that came often" },
+  { name: "presence_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "above 0: fewer tokens that already occurred" },
+  { name: "frequency_penalty", min: -2, max: 2, step: 0.1, empty: "0", help: "above 0: fewer tokens that occurred often" },
   { name: "repetition_penalty", min: 0.5, max: 2, step: 0.05, empty: "1", help: "above 1: fewer tokens of prompt and answer" },
 ];
 

@@ -27,7 +27,7 @@ ONES = 0x11111111
 class Zeros(Enum):
     """How zero points are stored."""
 
-    AS_THEY_ARE = auto()
+    UNCHANGED = auto()
     MINUS_ONE = auto()
     MINUS_ONE_IN_WORDS = auto()
     """One was subtracted from all eight in an int32 at once, so a zero point of 0 borrows from the next."""
@@ -69,7 +69,7 @@ class Gptq:
         if self.zeros is Zeros.MINUS_ONE_IN_WORDS:
             return cut_across(stored, start, stop, added=ONES)
         zeros = cut_across(stored, start, stop)
-        if self.zeros is Zeros.AS_THEY_ARE:
+        if self.zeros is Zeros.UNCHANGED:
             return zeros
         # A zero point of 0 was stored as -1, which is 15 in four bits.
         return (zeros + np.uint8(1)) & np.uint8(15)
@@ -99,7 +99,7 @@ def read_gptq(fields: Fields) -> Gptq:
 
 def _read_zeros(fields: Fields) -> Zeros:
     if fields.get("checkpoint_format") == "gptq_v2":
-        return Zeros.AS_THEY_ARE
+        return Zeros.UNCHANGED
     writers = fields.mapping("meta").get("quantizer")
     for writer in writers if isinstance(writers, list) else [writers]:
         if str(writer).lower().startswith("gptqmodel:"):

@@ -33,7 +33,7 @@ class Loaded:
     x: list[list[list[str]]]  # [tile of rows][word][register]
 
 
-class Numbers:
+class Dequantizer:
     def __init__(self, asm: Assembly, scheme: Scheme) -> None:
         self.asm, self.scheme = asm, scheme
         self.one = asm.set("mov.b32", "0x3F803F80", name="one")

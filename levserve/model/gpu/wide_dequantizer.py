@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from levserve.model.gpu.assembly import Assembly
-from levserve.model.gpu.fragment_numbers import Numbers
+from levserve.model.gpu.fragment_dequantizer import Dequantizer
 from levserve.model.packed import Scheme
 
 
-class WideNumbers:
+class WideDequantizer:
     """A code less its zero point is exact. Scales and offsets are rounded to bfloat16; one fused
     multiply-add applies both and rounds the result."""
 
     def __init__(self, asm: Assembly, scheme: Scheme) -> None:
         self.asm, self.scheme = asm, scheme
-        self.numbers = Numbers(asm, scheme)
+        self.dequantizer = Dequantizer(asm, scheme)
         self.none = asm.set("mov.b32", "0x80008000", name="none")
         """-0 twice; adding it changes nothing."""
         self.scales: list[str] = []
@@ -27,11 +27,11 @@ class WideNumbers:
     ) -> None:
         """Takes the scales, zero points and offsets for the next words, in registers as they were loaded."""
         self.scales, self.offsets = self._twice(scales), self._twice(offsets)
-        self.zeros = self.numbers.zeros(zeros, num_outputs)
+        self.zeros = self.dequantizer.zeros(zeros, num_outputs)
 
     def widen(self, word: str, output: int) -> list[str]:
         """The values of a word, two in each register; not scaled if all inputs share a scale."""
-        exact = self.numbers.unpack(word, self.zeros[output])
+        exact = self.dequantizer.unpack(word, self.zeros[output])
         if not self.scales:
             return exact
         offset = self.offsets[output] if self.offsets else self.none
@@ -49,5 +49,5 @@ class WideNumbers:
                 for register in registers
                 for half in ("0x1010", "0x3232")
             ]
-        wide = self.numbers.widen_scales(registers)
+        wide = self.dequantizer.widen_scales(registers)
         return [asm.set("cvt.rn.bf16x2.f32", number, number, name="twice") for number in wide]
