@@ -60,24 +60,34 @@ settings.register_profile("quick", NO_CLOCK, max_examples=40)
 settings.register_profile("thorough", NO_CLOCK, max_examples=1000)
 settings.load_profile("quick")
 
+CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
+
 # Compiled code outlives a test run: the next run compiles only what has changed. Entries are found by what they were made
 # from, so removing the folder changes nothing but the time that tests take.
 KEPT_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "levserve-tests"
 KEPT_SECONDS = 30 * 24 * 3600
 
-# Everything else that tests cache is in a folder of this run.
-CACHE_VARIABLE = "TESTS_CACHE_FOLDER"
-if (
-    CACHE_VARIABLE not in os.environ
-):  # the first process of a run; the processes that it starts share the folder
+
+def link_kept_folder(link: Path) -> None:
+    """Makes the link lead to the folder of this name that is kept; a plain folder if none can be kept."""
+    kept = KEPT_FOLDER / link.name
+    with suppress(OSError):
+        kept.mkdir(parents=True, exist_ok=True)
+        for entry in kept.iterdir():
+            if entry.is_file() and entry.stat().st_mtime < time.time() - KEPT_SECONDS:
+                entry.unlink()
+    if os.access(kept, os.W_OK):
+        link.symlink_to(kept)
+    else:
+        link.mkdir()
+
+
+# Everything else that tests cache is in a folder of this run, which the first process of the run makes.
+if CACHE_VARIABLE not in os.environ:
     os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="levserve-test-")
     atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
     for name in ("programs", "kernels"):
-        (KEPT_FOLDER / name).mkdir(parents=True, exist_ok=True)
-        Path(os.environ[CACHE_VARIABLE], name).symlink_to(KEPT_FOLDER / name)
-    for kernel in (KEPT_FOLDER / "kernels").iterdir():
-        if kernel.stat().st_mtime < time.time() - KEPT_SECONDS:
-            kernel.unlink(missing_ok=True)
+        link_kept_folder(Path(os.environ[CACHE_VARIABLE], name))
 
 # Where Python may not write bytecode beside its sources, every server that a test starts would compile jax anew: 6 s of a
 # core instead of 2. Bytecode goes to the folder of this test run instead.
