@@ -43,7 +43,7 @@ from levserve.model.balance import BALANCE, can_balance
 from levserve.model.config import ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
-from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR, has_blocks
+from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
 from levserve.model.int8_packing import OFFSET, is_packable
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
@@ -262,7 +262,7 @@ def random_arrays(
                 arrays[name] = nibbles if is_packed else nibbles.view(quantization.kept)
                 arrays[f"{name}_scale"] = per_block * FOUR_BITS_FACTOR
                 continue
-            in_blocks = quantization.has_blocks and has_blocks(shape[1])
+            in_blocks = quantization.rounds_in_blocks(config, name, shape[1])
             arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
             arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
             arrays[f"{name}_scale"] = per_block if in_blocks else per_row

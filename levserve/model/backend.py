@@ -254,6 +254,11 @@ class Backend(ABC):
         """`added` plus the result of `mix_experts` for x."""
         return added + self.mix_experts(x, scores, is_real, experts)
 
+    @property
+    def refines_logits(self) -> bool:
+        """Whether there is a kernel for `refine`."""
+        return False
+
     def refine(
         self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
     ) -> jax.Array:

@@ -57,11 +57,24 @@ class Quantization:
     """The order of matrices with scales for blocks; None: that of the inputs."""
     four_bits: tuple[tuple[str, Scheme], ...] = ()
     """The matrices that stay in the four bits of their file, each with its scheme there."""
+    refines_logits: bool = False
+    """Whether the backend computes the largest logits again (`Backend.refine`)."""
 
     @property
     def is_balanced(self) -> bool:
         """Whether matrices gain from `balance`: if rows on both sides of a product have one scale each."""
         return self.widened is None and not self.has_blocks and not self.four_bits
+
+    def rounds_in_blocks(self, config: ModelConfig, name: str, columns: int, num_shares: int = 1) -> bool:
+        """Whether a matrix has a scale for each block.
+
+        A head whose largest logits are computed again has one for each row: with blocks it would need two
+        terms of activations, which take twice the time, for a text that is hardly more exact.
+        """
+        is_refined = self.refines_logits and not self.four_bits and num_shares == 1
+        if name == "head" and is_refined and config.tied_head and not config.head_bias:
+            return False
+        return self.has_blocks and has_blocks(columns)
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
@@ -91,6 +104,7 @@ def choose_quantization(
         has_blocks=in_blocks and widened is None,
         block_order=backend.block_order,
         four_bits=tuple((four_bits or {}).items()),
+        refines_logits=backend.refines_logits,
     )
 
 
@@ -131,7 +145,7 @@ def quantize_arrays(
             if is_quantized(name) or is_head:
                 target = "head" if is_head else name
                 matrix = array if isinstance(array, Balanced) else _as_it_is(as_rows(array))
-                if quantization.has_blocks and has_blocks(matrix.rows.shape[1]):
+                if quantization.rounds_in_blocks(config, target, matrix.rows.shape[1], num_shares):
                     weight, scale = _quantize_blocks(
                         matrix.rows, quantization.block_order, pool, num_shares, is_head=target == "head"
                     )
@@ -163,7 +177,7 @@ def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantiz
             total += size * dtype.itemsize
         elif not is_quantized(name):
             total += size * 4
-        elif quantization.has_blocks and has_blocks(shape[1]):
+        elif quantization.rounds_in_blocks(config, name, shape[1]):
             total += size + size // BLOCK * 2
         else:
             total += size + shape[0] * 4

@@ -79,14 +79,15 @@ def test_a_row_without_a_largest_logit_stays() -> None:
     np.testing.assert_array_equal(refine(logits, hidden, embed, ROWS)[1], logits[1])
 
 
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["int8", "int8-blocks"])
 @pytest.mark.parametrize(("family", "is_exact"), [("llama", True), ("mistral", False)])
 def test_an_int8_head_that_shares_the_embedding_has_exact_logits_of_likely_tokens(
-    family: str, is_exact: bool
+    family: str, is_exact: bool, in_blocks: bool
 ) -> None:
     config, target = read_config(GOLDEN / family), detect_target()
     assert config.tied_head == is_exact
     backend = CpuBackend(target=target, has_products=True, packs_int8=target.has_vnni)
-    int8 = choose_quantization(jnp.dtype(jnp.int8), backend, FLOAT32)
+    int8 = choose_quantization(jnp.dtype(jnp.int8), backend, FLOAT32, in_blocks=in_blocks)
     path, quiet = GOLDEN / family, lambda _: None
     arrays = load_arrays(path, config, FLOAT32, report=quiet, quantization=int8)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=int8)
@@ -99,3 +100,4 @@ def test_an_int8_head_that_shares_the_embedding_has_exact_logits_of_likely_token
     lost = np.take_along_axis(difference, likely, 1)
     assert difference.max() > 1e-3, "others are rounded"
     assert (lost.max() < 1e-4) == is_exact
+    assert arrays["head_scale"].ndim == (1 if is_exact or not in_blocks else 2)

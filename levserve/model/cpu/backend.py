@@ -115,10 +115,14 @@ class CpuBackend(XlaBackend):
         windows = [config.window(index) or 0 for index in range(config.num_layers)]
         return layers.run_layers(shape, x, pools, place, angles, windows, layers_arrays)
 
+    @property
+    def refines_logits(self) -> bool:
+        return self.has_products
+
     def refine(
         self, logits: jax.Array, hidden: jax.Array, embed: jax.Array, num_used: jax.Array | None
     ) -> jax.Array:
-        if not self.has_products or not refine.takes(embed):
+        if not self.refines_logits or not refine.takes(embed):
             return logits
         return refine.refine_logits(logits, hidden, embed, num_used, target=self.target)
 

@@ -15,7 +15,7 @@ from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, ROUND
 from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_ROW_BYTES
 from levserve.model.cpu.block_places import BlockPlaces
-from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
+from levserve.model.cpu.products import Ahead, PlainScales, PreparedRow
 from levserve.model.cpu.rotation import rotate_block
 from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
 from levserve.model.int8_packing import (
@@ -137,7 +137,7 @@ class BlockProduct:
             vectors = [builder.load(first, F32, lanes) for first in firsts]
             vectors = rotate_block(vectors, lanes) if is_rotated else vectors
             numbers = builder.concatenate(vectors)
-            largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
+            largest = builder.largest_magnitude(vectors)
             scale = largest.maximum(SMALLEST) / STEPS
             steps = numbers * (builder.constant(1.0, F32) / scale).splat(BLOCK)
             for term in range(self.num_terms):
@@ -146,7 +146,8 @@ class BlockProduct:
                 builder.store(places.numbers_of(block, term), integers)
                 builder.store(places.word_of(block, SCALE, term), scale * (factor / SECOND_TERM**term))
                 if self.order.offset:
-                    total = integers.convert("sext", I32).reduce_sum() * -self.order.offset + START
+                    total = (integers ^ -OFFSET).convert("zext", I32).reduce_sum() - OFFSET * BLOCK
+                    total = total * -self.order.offset + START
                     builder.store(places.word_of(block, STARTS, term), total)
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
 
@@ -167,7 +168,7 @@ class BlockProduct:
         return [first + second for first, second in zip(sums[::2], sums[1::2])]
 
 
-class SignedBlocks(BlockProduct):
+class SignedBlocks(PlainScales, BlockProduct):
     """For ARM's instruction, which takes its word from any lane of a register."""
 
     order: ClassVar[BlockOrder] = SIGNED_ORDER
@@ -179,7 +180,7 @@ class SignedBlocks(BlockProduct):
         return 8 // self.num_terms  # 8 sums beside a block of the matrix in 8 registers
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
         lanes = self.tile_outs
@@ -188,9 +189,9 @@ class SignedBlocks(BlockProduct):
         memory = builder.stack_words(4)
         builder.store(memory, builder.constant(START, I32).splat(lanes))
         with builder.loop(0, self.num_blocks) as block:
-            group = weight + block * (BLOCK * lanes)
+            group, soon = weight + block * (BLOCK * lanes), ahead.place(block * (BLOCK * lanes))
             for line in range(0, BLOCK * lanes, CACHE_LINE_BYTES):
-                builder.prefetch(group + PREFETCH_BYTES + line)
+                builder.prefetch(soon + line)
             matrix = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(WORDS)]
             scale = load_scales(builder, scales + block * (2 * lanes), lanes)
             builder.store(memory + 4 * lanes, scale * -ROUNDING_CONSTANT)
@@ -224,6 +225,23 @@ class UnsignedBlocks(BlockProduct):
         rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some spilled
         return rows // self.num_terms
 
+    @property
+    def tile_scale_bytes(self) -> int:
+        return 2 * 4 * self.tile_outs * self.num_blocks
+
+    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
+        """As float32: the scales of a block's outputs, then these times -`ROUNDING_CONSTANT`. All tiles of rows
+        share them."""
+        lanes, outs = self.target.lanes, self.tile_outs
+        with builder.loop(0, self.num_blocks) as block:
+            stored, into = scales + block * (2 * outs), scratch + block * (2 * 4 * outs)
+            builder.prefetch(stored + outs * self.out_scale_bytes)
+            for out in range(0, outs, lanes):
+                scale = load_scales(builder, stored + 2 * out, lanes)
+                builder.store(into + 4 * out, scale)
+                builder.store(into + 4 * (outs + out), scale * -ROUNDING_CONSTANT)
+        return scratch
+
     def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
         """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers."""
         for word in range(WORDS):
@@ -231,14 +249,14 @@ class UnsignedBlocks(BlockProduct):
             builder.store(into + word * TILE_ROW_BYTES, numbers ^ -OFFSET)
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
         lanes, outs = self.target.lanes, self.tile_outs
         firsts = range(0, outs, lanes)
         totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in terms]
         with builder.loop(0, self.num_blocks) as block:
-            group = weight + block * (BLOCK * outs)
+            group, soon = weight + block * (BLOCK * outs), ahead.place(block * (BLOCK * outs))
             starts = [
                 builder.load(term + self.size + self.num_blocks * 4 + block * 4, I32).splat(lanes)
                 for term in terms
@@ -246,7 +264,7 @@ class UnsignedBlocks(BlockProduct):
             sums = [[start for _ in firsts] for start in starts]
             for word in range(WORDS):
                 for line in range(0, outs * WORD, CACHE_LINE_BYTES):
-                    builder.prefetch(group + PREFETCH_BYTES + word * (outs * WORD) + line)
+                    builder.prefetch(soon + word * (outs * WORD) + line)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 matrix = [builder.load(place, I8, lanes * WORD) for place in places]
                 for index, term in enumerate(terms):
@@ -255,12 +273,10 @@ class UnsignedBlocks(BlockProduct):
                         builder.accumulate_dot_word(total, weights, activations)
                         for total, weights in zip(sums[index], matrix)
                     ]
-            builder.prefetch(scales + (block + PREFETCH_BYTES // (BLOCK * outs)) * (2 * outs))
+            of_block = scales + block * (2 * 4 * outs)
             for number, out in enumerate(firsts):
-                scale = load_scales(builder, scales + block * (2 * outs) + 2 * out, lanes)
-                offset = scale * -ROUNDING_CONSTANT
+                shared = [builder.load(of_block + 4 * at, F32, lanes) for at in (out, outs + out)]
                 for term, of_term, sums_of_term in zip(terms, totals, sums):
                     words, total = [term + self.size + block * 4], of_term[number].get()
-                    total = add_scaled(builder, sums_of_term[number], [scale, offset], words, total)
-                    of_term[number].set(total)
+                    of_term[number].set(add_scaled(builder, sums_of_term[number], shared, words, total))
         return self.add_terms([builder.concatenate([each.get() for each in of_term]) for of_term in totals])

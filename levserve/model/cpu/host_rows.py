@@ -76,7 +76,7 @@ def _write_rounding(builder: Builder, *, block: int) -> None:
     lanes = min(builder.target.lanes, block)
     with builder.loop(0, count) as row:
         numbers = rows + row * size * 4
-        maximum = builder.variable(builder.zeros(F32, lanes))
+        maximum = builder.variable(builder.zeros(I32, lanes))
         with builder.loop(0, size // block) as index:
             offsets = [index * (4 * block) + 4 * at for at in range(0, block, lanes)]
             loaded = [
@@ -85,9 +85,9 @@ def _write_rounding(builder: Builder, *, block: int) -> None:
             ]
             for offset, rotated in zip(offsets, rotate_block(loaded, lanes)):
                 builder.store(scratch + offset, rotated)
-                maximum.set(maximum.get().intrinsic("llvm.maximum", rotated.intrinsic("llvm.fabs")))
+                maximum.set(maximum.get().intrinsic("llvm.smax", rotated.magnitude()))
         norm = 1 / math.sqrt(block)
-        largest = maximum.get().reduce_max().maximum(SMALLEST / norm)
+        largest = maximum.get().reduce_magnitudes().maximum(SMALLEST / norm)
         builder.store(scales + row * 4, largest * norm / STEPS)
         factor = (builder.constant(STEPS, F32) / largest).splat(block)
         with builder.loop(0, size // block) as index:

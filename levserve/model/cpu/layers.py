@@ -155,6 +155,7 @@ class LayerWriter:
             attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
             num_bytes = attention_bytes.maximum(row_bytes)
             for product in itertools.chain.from_iterable(self.products.values()):
+                num_bytes = num_bytes.maximum(product.tile_scale_bytes)
                 if (by_tiles := self.by_tiles(product)) is not None:
                     num_bytes = num_bytes.maximum(by_tiles.scratch_bytes(self.num_tokens(call)))
             return num_bytes
@@ -378,12 +379,10 @@ def _write_slot(builder: Builder, heads: HeadShape, slot: Value, vectors: list[t
         for at, numbers in vectors:
             builder.store(slot + at * heads.dtype.itemsize, _to_storage(numbers, heads.dtype))
         return
-    largest = builder.zeros(F32, vectors[0][1].lanes or 0)
-    for _, numbers in vectors:
-        largest = largest.intrinsic("llvm.maximum", numbers.intrinsic("llvm.fabs"))
-    scale = largest.reduce_max().maximum(SMALLEST_SCALE) / LARGEST_INT8
+    largest = builder.largest_magnitude([numbers for _, numbers in vectors])
+    scale = largest.maximum(SMALLEST_SCALE) / LARGEST_INT8
     builder.store(slot + heads.size, scale)
-    inverse = (builder.constant(1.0, F32) / scale).splat(largest.lanes or 0)
+    inverse = (builder.constant(1.0, F32) / scale).splat(vectors[0][1].lanes or 0)
     for at, numbers in vectors:
         rounded = numbers * inverse + ROUNDING_CONSTANT
         builder.store(slot + at, rounded.convert("bitcast", I32).convert("trunc", I8))

@@ -16,7 +16,7 @@ from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_ROW_BYTES
 from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.block_products import START, WORDS, add_scaled, add_words, load_scales
-from levserve.model.cpu.products import PREFETCH_BYTES, PreparedRow
+from levserve.model.cpu.products import PREFETCH_BYTES, Ahead, PlainScales, PreparedRow
 from levserve.model.int4_blocks import CENTER, SECOND_TERM, SECOND_TERM_BITS
 from levserve.model.int8_blocks import BLOCK, product_factor
 from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
@@ -38,7 +38,7 @@ def nibble_product_for(
 
 
 @dataclass(frozen=True)
-class NibbleProduct:
+class NibbleProduct(PlainScales):
     """A prepared row of activations has the int8 values of each term and, for each block, a scale, the sum of
     the block's activations times the scale, and the start value of each term's sums."""
 
@@ -97,7 +97,7 @@ class NibbleProduct:
         with builder.loop(0, self.num_blocks) as block:
             firsts = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
             vectors = [builder.load(first, F32, lanes) for first in firsts]
-            largest = builder.reduce_vectors_max([vector.intrinsic("llvm.fabs") for vector in vectors])
+            largest = builder.largest_magnitude(vectors)
             scale = largest.maximum(SMALLEST) / STEPS
             steps = builder.concatenate(vectors) * (builder.constant(1.0, F32) / scale).splat(BLOCK)
             total = builder.constant(0, I32)
@@ -135,16 +135,16 @@ class SignedNibbles(NibbleProduct):
     tile_rows: ClassVar[int] = 8
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         lanes, together = self.tile_outs, 4 // NUM_TERMS
         totals = [builder.variable(builder.zeros(F32, lanes)) for _ in rows]
         block_bytes, scale_bytes = BLOCK // 2 * lanes, 2 * lanes * self.block_scales
         with builder.loop(0, self.num_blocks) as block:
-            group = weight + block * block_bytes
+            group, soon = weight + block * block_bytes, ahead.place(block * block_bytes)
             for line in range(0, block_bytes, CACHE_LINE_BYTES):
-                builder.prefetch(group + PREFETCH_BYTES + line)
+                builder.prefetch(soon + line)
             packed = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(HALF)]
             lower, upper = zip(*map(self.widen, packed))
             places = [scales + block * scale_bytes + 2 * lanes * at for at in range(self.block_scales)]
@@ -204,7 +204,7 @@ class UnsignedNibbles(NibbleProduct):
                 builder.store(into + (row * HALF + word) * TILE_ROW_BYTES, numbers)
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         lanes, outs, terms = self.target.lanes, self.tile_outs, range(NUM_TERMS)
@@ -212,7 +212,7 @@ class UnsignedNibbles(NibbleProduct):
         totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in rows]
         block_bytes, scale_bytes = BLOCK // 2 * outs, 2 * outs * self.block_scales
         with builder.loop(0, self.num_blocks) as block:
-            group = weight + block * block_bytes
+            group, soon = weight + block * block_bytes, ahead.place(block * block_bytes)
             starts = [
                 [builder.load(self.block_word(row, STARTS + term, block), I32).splat(lanes) for term in terms]
                 for row in rows
@@ -220,7 +220,7 @@ class UnsignedNibbles(NibbleProduct):
             sums = [[[start for _ in firsts] for start in of_row] for of_row in starts]
             for word in range(HALF):
                 for line in range(0, outs * WORD, CACHE_LINE_BYTES):
-                    builder.prefetch(group + PREFETCH_BYTES + word * (outs * WORD) + line)
+                    builder.prefetch(soon + word * (outs * WORD) + line)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 halves = zip(*(self.widen(builder.load(place, I8, lanes * WORD)) for place in places))
                 for at, matrix in zip((word, word + HALF), halves):

@@ -22,7 +22,7 @@ from levserve.model.hadamard import block_size
 from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 
 PREFETCH_BYTES = 4096
-"""How far ahead of its use the matrix is prefetched."""
+"""How far ahead of its use the matrix is prefetched by a single tile of rows."""
 INT8_LANES = 16
 BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
 """Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
@@ -46,6 +46,19 @@ class Matrix:
 
     weight: Value
     scales: Value | None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a tile prefetches while it multiplies: each byte of the matrix stands for 1 / 2 ** `shift` bytes from
+    `start` on."""
+
+    start: Value
+    shift: Value
+
+    def place(self, done: Value) -> Value:
+        """What to prefetch after this many bytes of the matrix."""
+        return self.start + (done >> self.shift)
 
 
 @dataclass(frozen=True)
@@ -118,14 +131,30 @@ class Product(Protocol):
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         """Prepares a row x of float32 for `multiply`. The scratch memory holds such a row, and may be x."""
 
+    @property
+    def tile_scale_bytes(self) -> int:
+        """Bytes of scratch memory that `widen_scales` writes."""
+
+    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
+        """Where `multiply` finds the scales of `tile_outs` rows of the matrix, which begin at `scales`."""
+
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         """Multiplies prepared rows with `tile_outs` rows of the matrix; gives a vector of floats for each."""
 
 
+class PlainScales:
+    """For products that read scales as they are stored."""
+
+    tile_scale_bytes: ClassVar[int] = 0
+
+    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
+        return scales
+
+
 @dataclass(frozen=True)
-class Int8Activations:
+class Int8Activations(PlainScales):
     """Activations for integer products.
 
     A prepared row is rotated and rounded to int8. After it come its scale and -`OFFSET` times its sum.
@@ -147,14 +176,14 @@ class Int8Activations:
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         lanes, block = self.target.lanes, block_size(self.size)
-        maximum = builder.variable(builder.zeros(F32, lanes))
+        largest = builder.variable(builder.zeros(I32, lanes))
         with builder.loop(0, self.size, block) as start:
             offsets = [start * 4 + 4 * number for number in range(0, block, lanes)]
             rotated = rotate_block([builder.load(x + offset, F32, lanes) for offset in offsets], lanes)
             for offset, numbers in zip(offsets, rotated):
                 builder.store(scratch + offset, numbers)
-                maximum.set(maximum.get().intrinsic("llvm.maximum", numbers.intrinsic("llvm.fabs")))
-        scale = maximum.get().reduce_max().maximum(SMALLEST) / STEPS
+                largest.set(largest.get().intrinsic("llvm.smax", numbers.magnitude()))
+        scale = largest.get().reduce_magnitudes().maximum(SMALLEST) / STEPS
         inverse = (builder.constant(1.0, F32) / scale).splat(INT8_LANES)
         sums = builder.variable(builder.zeros(I32, INT8_LANES))
         with builder.loop(0, self.size, INT8_LANES) as at:
@@ -181,7 +210,7 @@ class Int8Product(Int8Activations):
     tile_rows: ClassVar[int] = 6  # 24 sums, which leaves 8 of 32 registers for the operands
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         sums = [
@@ -189,7 +218,7 @@ class Int8Product(Int8Activations):
             for _ in rows
         ]
         with builder.loop(0, self.size, INT8_LANES) as at:
-            builder.prefetch(weight + PREFETCH_BYTES + at * self.tile_outs)
+            builder.prefetch(ahead.place(at * self.tile_outs))
             matrix = [
                 builder.load(weight + at + index * self.size, I8, INT8_LANES)
                 for index in range(self.tile_outs)
@@ -216,16 +245,16 @@ class PackedProduct(Int8Activations):
         return 12 if self.target.vector_bytes == 64 else 2  # 24 sums in 32 registers, or 8 in 16
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         rows = [prepared + index * self.row_bytes for index in range(num_rows)]
         lanes = self.target.lanes
         starts = [builder.load(row + self.size + 4, I32).splat(lanes) for row in rows]
         sums = [[builder.variable(start) for _ in range(OUTS // lanes)] for start in starts]
         with builder.loop(0, self.size, WORD) as at:
-            group = weight + at * OUTS
+            group, soon = weight + at * OUTS, ahead.place(at * OUTS)
             for line in range(0, OUTS * WORD, CACHE_LINE_BYTES):
-                builder.prefetch(group + PREFETCH_BYTES + line)
+                builder.prefetch(soon + line)
             matrix = [builder.load(group + out * WORD, I8, lanes * WORD) for out in range(0, OUTS, lanes)]
             for row, row_sums in zip(rows, sums):
                 word = builder.load(row + at, I32)
@@ -238,7 +267,7 @@ class PackedProduct(Int8Activations):
 
 
 @dataclass(frozen=True)
-class Bfloat16Product:
+class Bfloat16Product(PlainScales):
     size: int
     target: Target
     name: ClassVar[str] = "bfloat16"
@@ -264,15 +293,16 @@ class Bfloat16Product:
             builder.store(into.start + at * 4, builder.load(x + at * 4, F32, INT8_LANES))
 
     def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int
+        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
     ) -> list[Value]:
         lanes, outs = self.target.lanes, range(self.tile_outs)
         if num_rows <= 2 and self.target.vector_bytes < 64:
             lanes *= 2  # with few rows each addition would wait for the one before
         sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in outs] for _ in range(num_rows)]
         with builder.loop(0, self.size, lanes) as at:
+            soon = ahead.place(at * (2 * self.tile_outs))
             for line in range(0, 2 * self.tile_outs * lanes, CACHE_LINE_BYTES):
-                builder.prefetch(weight + PREFETCH_BYTES + at * (2 * self.tile_outs) + line)
+                builder.prefetch(soon + line)
             bits = [builder.load(weight + at * 2 + out * (2 * self.size), I16, lanes) for out in outs]
             matrix = [(each.convert("zext", I32) << 16).convert("bitcast", F32) for each in bits]
             for index, row_sums in enumerate(sums):
