@@ -268,10 +268,12 @@ class Builder:
     def function_address(self, function: Function) -> Value:
         return Value(self, self.ir.ptrtoint(function, I64))
 
-    def prefetch(self, pointer: Value) -> None:
+    def prefetch(self, pointer: Value, cache: int = 3) -> None:
         """Prefetches the cache line of an address that will be read soon; any address is allowed."""
-        read, keep_in_all_caches, data = (ir.Constant(I32, option) for option in (0, 3, 1))
-        self.call_symbol("llvm.prefetch.p0", ir.VoidType(), pointer.ir_value, read, keep_in_all_caches, data)
+        read, data = ir.Constant(I32, 0), ir.Constant(I32, 1)
+        self.call_symbol(
+            "llvm.prefetch.p0", ir.VoidType(), pointer.ir_value, read, ir.Constant(I32, cache), data
+        )
 
     def accumulate_dot(self, sums: Value, x: Value, y: Value) -> Value:
         """int32 [n] plus the products of two int8 [4 n], four to a sum; one instruction on some CPUs."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from levserve.jit.builder import CACHE_LINE_BYTES, F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
+from levserve.jit.builder import F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_ROW_BYTES
 from levserve.model.cpu.block_places import BlockPlaces
-from levserve.model.cpu.products import Ahead, PlainScales, PreparedRow
+from levserve.model.cpu.prefetch import FROM_MEMORY
+from levserve.model.cpu.products import PreparedRow, Tile
 from levserve.model.cpu.rotation import rotate_block
 from levserve.model.int8_blocks import BLOCK, SECOND_TERM, product_factor
 from levserve.model.int8_packing import (
@@ -146,6 +147,7 @@ class BlockProduct:
                 builder.store(places.numbers_of(block, term), integers)
                 builder.store(places.word_of(block, SCALE, term), scale * (factor / SECOND_TERM**term))
                 if self.order.offset:
+                    # x86 adds up unsigned bytes with one instruction.
                     total = (integers ^ -OFFSET).convert("zext", I32).reduce_sum() - OFFSET * BLOCK
                     total = total * -self.order.offset + START
                     builder.store(places.word_of(block, STARTS, term), total)
@@ -168,7 +170,7 @@ class BlockProduct:
         return [first + second for first, second in zip(sums[::2], sums[1::2])]
 
 
-class SignedBlocks(PlainScales, BlockProduct):
+class SignedBlocks(BlockProduct):
     """For ARM's instruction, which takes its word from any lane of a register."""
 
     order: ClassVar[BlockOrder] = SIGNED_ORDER
@@ -179,21 +181,18 @@ class SignedBlocks(PlainScales, BlockProduct):
     def tile_rows(self) -> int:
         return 8 // self.num_terms  # 8 sums beside a block of the matrix in 8 registers
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        terms = [tile.prepared + index * self.term_bytes for index in range(tile.num_rows * self.num_terms)]
         lanes = self.tile_outs
         totals = [builder.variable(builder.zeros(F32, lanes)) for _ in terms]
         # Copying a register would delay the multiplications; loading does not.
         memory = builder.stack_words(4)
         builder.store(memory, builder.constant(START, I32).splat(lanes))
         with builder.loop(0, self.num_blocks) as block:
-            group, soon = weight + block * (BLOCK * lanes), ahead.place(block * (BLOCK * lanes))
-            for line in range(0, BLOCK * lanes, CACHE_LINE_BYTES):
-                builder.prefetch(soon + line)
+            group = tile.weight + block * (BLOCK * lanes)
+            tile.ahead.write(builder, block * (BLOCK * lanes), BLOCK * lanes)
             matrix = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(WORDS)]
-            scale = load_scales(builder, scales + block * (2 * lanes), lanes)
+            scale = load_scales(builder, tile.scales + block * (2 * lanes), lanes)
             builder.store(memory + 4 * lanes, scale * -ROUNDING_CONSTANT)
             for first in range(0, len(terms), 4):
                 some = range(first, min(first + 4, len(terms)))
@@ -225,46 +224,26 @@ class UnsignedBlocks(BlockProduct):
         rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some spilled
         return rows // self.num_terms
 
-    @property
-    def tile_scale_bytes(self) -> int:
-        return 2 * 4 * self.tile_outs * self.num_blocks
-
-    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
-        """As float32: the scales of a block's outputs, then these times -`ROUNDING_CONSTANT`. All tiles of rows
-        share them."""
-        lanes, outs = self.target.lanes, self.tile_outs
-        with builder.loop(0, self.num_blocks) as block:
-            stored, into = scales + block * (2 * outs), scratch + block * (2 * 4 * outs)
-            builder.prefetch(stored + outs * self.out_scale_bytes)
-            for out in range(0, outs, lanes):
-                scale = load_scales(builder, stored + 2 * out, lanes)
-                builder.store(into + 4 * out, scale)
-                builder.store(into + 4 * (outs + out), scale * -ROUNDING_CONSTANT)
-        return scratch
-
     def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
         """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers."""
         for word in range(WORDS):
             numbers = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
             builder.store(into + word * TILE_ROW_BYTES, numbers ^ -OFFSET)
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        terms = [prepared + index * self.term_bytes for index in range(num_rows * self.num_terms)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        terms = [tile.prepared + index * self.term_bytes for index in range(tile.num_rows * self.num_terms)]
         lanes, outs = self.target.lanes, self.tile_outs
         firsts = range(0, outs, lanes)
         totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in terms]
         with builder.loop(0, self.num_blocks) as block:
-            group, soon = weight + block * (BLOCK * outs), ahead.place(block * (BLOCK * outs))
+            group = tile.weight + block * (BLOCK * outs)
             starts = [
                 builder.load(term + self.size + self.num_blocks * 4 + block * 4, I32).splat(lanes)
                 for term in terms
             ]
             sums = [[start for _ in firsts] for start in starts]
             for word in range(WORDS):
-                for line in range(0, outs * WORD, CACHE_LINE_BYTES):
-                    builder.prefetch(soon + word * (outs * WORD) + line)
+                tile.ahead.write(builder, (block * WORDS + word) * (outs * WORD), outs * WORD)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 matrix = [builder.load(place, I8, lanes * WORD) for place in places]
                 for index, term in enumerate(terms):
@@ -273,9 +252,10 @@ class UnsignedBlocks(BlockProduct):
                         builder.accumulate_dot_word(total, weights, activations)
                         for total, weights in zip(sums[index], matrix)
                     ]
-            of_block = scales + block * (2 * 4 * outs)
+            builder.prefetch(tile.scales + (block + FROM_MEMORY // (BLOCK * outs)) * (2 * outs))
             for number, out in enumerate(firsts):
-                shared = [builder.load(of_block + 4 * at, F32, lanes) for at in (out, outs + out)]
+                scale = load_scales(builder, tile.scales + block * (2 * outs) + 2 * out, lanes)
+                shared = [scale, scale * -ROUNDING_CONSTANT]
                 for term, of_term, sums_of_term in zip(terms, totals, sums):
                     words, total = [term + self.size + block * 4], of_term[number].get()
                     of_term[number].set(add_scaled(builder, sums_of_term[number], shared, words, total))

@@ -20,7 +20,8 @@ from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, Tiles, Til
 from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.block_products import UnsignedBlocks, load_scales
 from levserve.model.cpu.nibble_products import UnsignedNibbles
-from levserve.model.cpu.products import PREFETCH_BYTES, ProductTask
+from levserve.model.cpu.prefetch import FROM_MEMORY
+from levserve.model.cpu.products import ProductTask
 from levserve.model.cpu.tile_products import ROW_BLOCK_BYTES, RowPlace
 from levserve.model.int8_blocks import BLOCK
 from levserve.model.int8_packing import OUTS, WORD
@@ -118,12 +119,12 @@ class BlockTiles:
         scales = task.matrix.scales + out * product.out_scale_bytes
         group_bytes, half_bytes = product.out_bytes // product.num_blocks * OUTS, OUTS // 2 * WORD
         stored_bytes = product.block_scales * OUTS * 2
-        blocks_ahead = PREFETCH_BYTES // group_bytes
+        blocks_ahead = FROM_MEMORY // group_bytes
         widened, floats, _ = self.places
         with builder.loop(0, count) as index:
             group = weight + (first + index) * group_bytes
             for line in range(0, group_bytes, CACHE_LINE_BYTES):
-                builder.prefetch(group + PREFETCH_BYTES + line)
+                builder.prefetch(group + FROM_MEMORY + line)
             into = task.scratch + widened + index * (2 * self.block_bytes)
             for half in range(2):
                 product.write_tile(builder, group + half * half_bytes, into + half * self.block_bytes)

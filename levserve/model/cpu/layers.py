@@ -155,7 +155,6 @@ class LayerWriter:
             attention_bytes = attention.scratch_bytes(self.heads, self.arrays(call, call.frame))
             num_bytes = attention_bytes.maximum(row_bytes)
             for product in itertools.chain.from_iterable(self.products.values()):
-                num_bytes = num_bytes.maximum(product.tile_scale_bytes)
                 if (by_tiles := self.by_tiles(product)) is not None:
                     num_bytes = num_bytes.maximum(by_tiles.scratch_bytes(self.num_tokens(call)))
             return num_bytes

@@ -16,16 +16,16 @@ from levserve.model.cpu.block_products import UnsignedBlocks
 from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
 from levserve.model.cpu.forms import Form
 from levserve.model.cpu.nibble_products import UnsignedNibbles
+from levserve.model.cpu.prefetch import choose_prefetch
 from levserve.model.cpu.products import (
     INT8_LANES,
-    PREFETCH_BYTES,
-    Ahead,
     Bfloat16Product,
     Matrix,
     PackedProduct,
     PreparedRow,
     Product,
     ProductTask,
+    Tile,
 )
 from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
 
@@ -34,8 +34,9 @@ MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 MANY_THREADS, FINER = 5, 2
 """From `MANY_THREADS` threads on, each has `FINER` times as many tasks: the more threads there are, the
 longer they wait for the last one."""
-ROW_BLOCK_BYTES = 36 << 10
-"""Bytes of activations that a task multiplies at a time: as many as stay in the first-level cache."""
+ROW_BLOCK_BYTES = {"x86_64": 80 << 10, "aarch64": 36 << 10}
+"""Bytes of activations that a task multiplies at a time: as many as stay in the second-level cache, or in the
+first-level cache of ARM's CPUs."""
 X, NUM_USED, WEIGHT, SCALE = range(4)
 """The arguments of a product's call; bfloat16 has no scale."""
 
@@ -111,8 +112,8 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
         multiply_range(call.builder, product, by_tiles, work)
 
     def scratch_bytes(call: Call) -> Value:
-        num_bytes = call.builder.constant(max(4 * product.size, product.tile_scale_bytes))
-        return num_bytes if by_tiles is None else num_bytes.maximum(by_tiles.scratch_bytes(num_rows(call)))
+        row_bytes = call.builder.constant(4 * product.size)
+        return row_bytes if by_tiles is None else row_bytes.maximum(by_tiles.scratch_bytes(num_rows(call)))
 
     return Kernel(
         f"levserve_multiply_{product.name}_{product.size}" + ("" if by_tiles is None else "_tiles"),
@@ -178,53 +179,39 @@ def multiply_range(
             return
         num_rows = is_many.select(builder.constant(0), num_rows)
 
-    def multiply_tile(
-        out: Value, scales: Value, row: Value, num_rows: int, first_row: Value, num_tiles: Value
-    ) -> None:
-        weight = task.matrix.weight + out * product.out_bytes
-        rows = task.prepared + row * product.row_bytes
-        tile = (row - first_row) // tile_rows
-        has_next = out + product.tile_outs < task.outs[1]
-        ahead = choose_ahead(builder, product, weight, has_next, tile, num_tiles)
-        for index, products in enumerate(product.multiply(builder, weight, scales, rows, num_rows, ahead)):
-            task.store(row + index, out, products)
-
     tile_rows = product.tile_rows
-    block = max(1, ROW_BLOCK_BYTES // (product.row_bytes * tile_rows)) * tile_rows
+    row_block_bytes = ROW_BLOCK_BYTES[product.target.arch]
+    block = max(1, row_block_bytes // (product.row_bytes * tile_rows)) * tile_rows
     with builder.loop(0, num_rows, block) as start:
         block_rows = (num_rows - start).minimum(block)
         rest = block_rows % tile_rows
         stop = start + block_rows - rest
         num_tiles = (block_rows + (tile_rows - 1)) // tile_rows
-        with builder.loop(*task.outs, product.tile_outs) as out:
-            scales = task.matrix.weight
+
+        def multiply_tile(out: Value, row: Value, num_rows: int) -> None:
+            weight, scales = task.matrix.weight + out * product.out_bytes, task.matrix.weight
             if task.matrix.scales is not None:
-                stored = task.matrix.scales + out * product.out_scale_bytes
-                scales = product.widen_scales(builder, stored, task.scratch)
+                scales = task.matrix.scales + out * product.out_scale_bytes
+            rows = task.prepared + row * product.row_bytes
+            ahead = choose_prefetch(
+                builder,
+                product.target,
+                weight,
+                product.out_bytes * product.tile_outs,
+                tile=(row - start) // tile_rows,
+                num_tiles=num_tiles,
+                is_full=num_rows == tile_rows,
+                has_next=out + product.tile_outs < task.outs[1],
+            )
+            tile = Tile(weight, scales, rows, num_rows, ahead)
+            for index, products in enumerate(product.multiply(builder, tile)):
+                task.store(row + index, out, products)
+
+        with builder.loop(*task.outs, product.tile_outs) as out:
             with builder.loop(start, stop, tile_rows) as row:
-                multiply_tile(out, scales, row, tile_rows, start, num_tiles)
+                multiply_tile(out, row, tile_rows)
             # The remaining rows, in as few tiles as possible: the matrix is in the cache by now.
             for count in (8, 4, 2, 1):
                 if count < tile_rows:
                     with builder.when((rest & count).differs_from(0)):
-                        multiply_tile(out, scales, stop + rest - rest % (2 * count), count, start, num_tiles)
-
-
-def choose_ahead(
-    builder: Builder, product: Product, weight: Value, has_next: Value, tile: Value, num_tiles: Value
-) -> Ahead:
-    """What a tile of rows prefetches, the `tile`-th of `num_tiles` that meet the same part of the matrix.
-
-    A single tile waits for memory, and prefetches what it needs itself a little later. Several compute for
-    longer than it takes to read the matrix: each prefetches a share of the next part, so that the
-    memory is busy all the time.
-    """
-    if product.target.arch != "x86_64":  # not measured there
-        return Ahead(weight + PREFETCH_BYTES, builder.constant(0))
-    part_bytes = product.out_bytes * product.tile_outs
-    is_several = num_tiles >= 2
-    shift = is_several.select((num_tiles >= 4).select(builder.constant(2), builder.constant(1)), builder.constant(0))
-    offset = tile * (builder.constant(part_bytes) >> shift)
-    is_used = has_next & (offset < part_bytes)
-    share = is_used.select(weight + offset + part_bytes, weight)
-    return Ahead(is_several.select(share, weight + PREFETCH_BYTES), shift)
+                        multiply_tile(out, stop + rest - rest % (2 * count), count)

@@ -16,7 +16,8 @@ from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_ROW_BYTES
 from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.block_products import START, WORDS, add_scaled, add_words, load_scales
-from levserve.model.cpu.products import PREFETCH_BYTES, Ahead, PlainScales, PreparedRow
+from levserve.model.cpu.prefetch import FROM_MEMORY
+from levserve.model.cpu.products import PreparedRow, Tile
 from levserve.model.int4_blocks import CENTER, SECOND_TERM, SECOND_TERM_BITS
 from levserve.model.int8_blocks import BLOCK, product_factor
 from levserve.model.int8_packing import SIGNED_ORDER, SMALLEST, STEPS, UNSIGNED_ORDER, WORD, BlockOrder
@@ -38,7 +39,7 @@ def nibble_product_for(
 
 
 @dataclass(frozen=True)
-class NibbleProduct(PlainScales):
+class NibbleProduct:
     """A prepared row of activations has the int8 values of each term and, for each block, a scale, the sum of
     the block's activations times the scale, and the start value of each term's sums."""
 
@@ -134,24 +135,21 @@ class SignedNibbles(NibbleProduct):
     tasks_per_thread: ClassVar[int] = 2
     tile_rows: ClassVar[int] = 8
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        rows = [tile.prepared + index * self.row_bytes for index in range(tile.num_rows)]
         lanes, together = self.tile_outs, 4 // NUM_TERMS
         totals = [builder.variable(builder.zeros(F32, lanes)) for _ in rows]
         block_bytes, scale_bytes = BLOCK // 2 * lanes, 2 * lanes * self.block_scales
         with builder.loop(0, self.num_blocks) as block:
-            group, soon = weight + block * block_bytes, ahead.place(block * block_bytes)
-            for line in range(0, block_bytes, CACHE_LINE_BYTES):
-                builder.prefetch(soon + line)
+            group = tile.weight + block * block_bytes
+            tile.ahead.write(builder, block * block_bytes, block_bytes)
             packed = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(HALF)]
             lower, upper = zip(*map(self.widen, packed))
-            places = [scales + block * scale_bytes + 2 * lanes * at for at in range(self.block_scales)]
+            places = [tile.scales + block * scale_bytes + 2 * lanes * at for at in range(self.block_scales)]
             scale, *middles = [load_scales(builder, place, lanes) for place in places]
             of_block = [scale, scale * -ROUNDING_CONSTANT, *middles]
-            for first in range(0, num_rows, together):
-                some = range(first, min(first + together, num_rows))
+            for first in range(0, tile.num_rows, together):
+                some = range(first, min(first + together, tile.num_rows))
                 sums = self._sum_block(builder, [*lower, *upper], block, [rows[at] for at in some])
                 for number, at in enumerate(some):
                     of_row = sums[number * NUM_TERMS : (number + 1) * NUM_TERMS]
@@ -203,24 +201,21 @@ class UnsignedNibbles(NibbleProduct):
             ):
                 builder.store(into + (row * HALF + word) * TILE_ROW_BYTES, numbers)
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        rows = [tile.prepared + index * self.row_bytes for index in range(tile.num_rows)]
         lanes, outs, terms = self.target.lanes, self.tile_outs, range(NUM_TERMS)
         firsts = range(0, outs, lanes)
         totals = [[builder.variable(builder.zeros(F32, lanes)) for _ in firsts] for _ in rows]
         block_bytes, scale_bytes = BLOCK // 2 * outs, 2 * outs * self.block_scales
         with builder.loop(0, self.num_blocks) as block:
-            group, soon = weight + block * block_bytes, ahead.place(block * block_bytes)
+            group = tile.weight + block * block_bytes
             starts = [
                 [builder.load(self.block_word(row, STARTS + term, block), I32).splat(lanes) for term in terms]
                 for row in rows
             ]
             sums = [[[start for _ in firsts] for start in of_row] for of_row in starts]
             for word in range(HALF):
-                for line in range(0, outs * WORD, CACHE_LINE_BYTES):
-                    builder.prefetch(soon + word * (outs * WORD) + line)
+                tile.ahead.write(builder, (block * HALF + word) * (outs * WORD), outs * WORD)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 halves = zip(*(self.widen(builder.load(place, I8, lanes * WORD)) for place in places))
                 for at, matrix in zip((word, word + HALF), halves):
@@ -232,9 +227,9 @@ class UnsignedNibbles(NibbleProduct):
                                 builder.accumulate_dot_word(total, weights, activations)
                                 for total, weights in zip(of_row[term], matrix)
                             ]
-            of_block = scales + block * scale_bytes
+            of_block = tile.scales + block * scale_bytes
             for line in range(0, scale_bytes, CACHE_LINE_BYTES):
-                builder.prefetch(of_block + PREFETCH_BYTES // block_bytes * scale_bytes + line)
+                builder.prefetch(of_block + FROM_MEMORY // block_bytes * scale_bytes + line)
             for number, out in enumerate(firsts):
                 places = [of_block + 2 * (outs * at + out) for at in range(self.block_scales)]
                 scale, *middles = [load_scales(builder, place, lanes) for place in places]

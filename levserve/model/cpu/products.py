@@ -17,12 +17,11 @@ import jax.numpy as jnp
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
+from levserve.model.cpu.prefetch import Prefetch
 from levserve.model.cpu.rotation import rotate_block
 from levserve.model.hadamard import block_size
 from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 
-PREFETCH_BYTES = 4096
-"""How far ahead of its use the matrix is prefetched by a single tile of rows."""
 INT8_LANES = 16
 BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
 """Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
@@ -49,16 +48,14 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What a tile prefetches while it multiplies: each byte of the matrix stands for 1 / 2 ** `shift` bytes from
-    `start` on."""
+class Tile:
+    """Some prepared rows, and the part of a matrix that they are multiplied with."""
 
-    start: Value
-    shift: Value
-
-    def place(self, done: Value) -> Value:
-        """What to prefetch after this many bytes of the matrix."""
-        return self.start + (done >> self.shift)
+    weight: Value
+    scales: Value
+    prepared: Value
+    num_rows: int
+    ahead: Prefetch
 
 
 @dataclass(frozen=True)
@@ -131,30 +128,12 @@ class Product(Protocol):
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         """Prepares a row x of float32 for `multiply`. The scratch memory holds such a row, and may be x."""
 
-    @property
-    def tile_scale_bytes(self) -> int:
-        """Bytes of scratch memory that `widen_scales` writes."""
-
-    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
-        """Where `multiply` finds the scales of `tile_outs` rows of the matrix, which begin at `scales`."""
-
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        """Multiplies prepared rows with `tile_outs` rows of the matrix; gives a vector of floats for each."""
-
-
-class PlainScales:
-    """For products that read scales as they are stored."""
-
-    tile_scale_bytes: ClassVar[int] = 0
-
-    def widen_scales(self, builder: Builder, scales: Value, scratch: Value) -> Value:
-        return scales
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        """Multiplies rows with `tile_outs` rows of the matrix; gives a vector of floats for each."""
 
 
 @dataclass(frozen=True)
-class Int8Activations(PlainScales):
+class Int8Activations:
     """Activations for integer products.
 
     A prepared row is rotated and rounded to int8. After it come its scale and -`OFFSET` times its sum.
@@ -209,18 +188,16 @@ class Int8Product(Int8Activations):
     tasks_per_thread: ClassVar[int] = 2
     tile_rows: ClassVar[int] = 6  # 24 sums, which leaves 8 of 32 registers for the operands
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        rows = [tile.prepared + index * self.row_bytes for index in range(tile.num_rows)]
         sums = [
             [builder.variable(builder.zeros(I32, INT8_LANES // 4)) for _ in range(self.tile_outs)]
             for _ in rows
         ]
         with builder.loop(0, self.size, INT8_LANES) as at:
-            builder.prefetch(ahead.place(at * self.tile_outs))
+            tile.ahead.write(builder, at * self.tile_outs, CACHE_LINE_BYTES)
             matrix = [
-                builder.load(weight + at + index * self.size, I8, INT8_LANES)
+                builder.load(tile.weight + at + index * self.size, I8, INT8_LANES)
                 for index in range(self.tile_outs)
             ]
             for row, row_sums in zip(rows, sums):
@@ -228,7 +205,7 @@ class Int8Product(Int8Activations):
                 for weights, total in zip(matrix, row_sums):
                     total.set(builder.accumulate_dot(total.get(), weights, activations))
         return [
-            self.rescale(builder, row, builder.reduce_sums(*(total.get() for total in row_sums)), scales)
+            self.rescale(builder, row, builder.reduce_sums(*(total.get() for total in row_sums)), tile.scales)
             for row, row_sums in zip(rows, sums)
         ]
 
@@ -244,30 +221,27 @@ class PackedProduct(Int8Activations):
     def tile_rows(self) -> int:
         return 12 if self.target.vector_bytes == 64 else 2  # 24 sums in 32 registers, or 8 in 16
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
-        rows = [prepared + index * self.row_bytes for index in range(num_rows)]
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
+        rows = [tile.prepared + index * self.row_bytes for index in range(tile.num_rows)]
         lanes = self.target.lanes
         starts = [builder.load(row + self.size + 4, I32).splat(lanes) for row in rows]
         sums = [[builder.variable(start) for _ in range(OUTS // lanes)] for start in starts]
         with builder.loop(0, self.size, WORD) as at:
-            group, soon = weight + at * OUTS, ahead.place(at * OUTS)
-            for line in range(0, OUTS * WORD, CACHE_LINE_BYTES):
-                builder.prefetch(soon + line)
+            group = tile.weight + at * OUTS
+            tile.ahead.write(builder, at * OUTS, OUTS * WORD)
             matrix = [builder.load(group + out * WORD, I8, lanes * WORD) for out in range(0, OUTS, lanes)]
             for row, row_sums in zip(rows, sums):
                 word = builder.load(row + at, I32)
                 for weights, total in zip(matrix, row_sums):
                     total.set(builder.accumulate_dot_word(total.get(), weights, word))
         return [
-            self.rescale(builder, row, builder.concatenate([total.get() for total in row_sums]), scales)
+            self.rescale(builder, row, builder.concatenate([total.get() for total in row_sums]), tile.scales)
             for row, row_sums in zip(rows, sums)
         ]
 
 
 @dataclass(frozen=True)
-class Bfloat16Product(PlainScales):
+class Bfloat16Product:
     size: int
     target: Target
     name: ClassVar[str] = "bfloat16"
@@ -292,21 +266,17 @@ class Bfloat16Product(PlainScales):
         with builder.loop(0, self.size, INT8_LANES) as at:
             builder.store(into.start + at * 4, builder.load(x + at * 4, F32, INT8_LANES))
 
-    def multiply(
-        self, builder: Builder, weight: Value, scales: Value, prepared: Value, num_rows: int, ahead: Ahead
-    ) -> list[Value]:
+    def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
         lanes, outs = self.target.lanes, range(self.tile_outs)
-        if num_rows <= 2 and self.target.vector_bytes < 64:
+        if tile.num_rows <= 2 and self.target.vector_bytes < 64:
             lanes *= 2  # with few rows each addition would wait for the one before
-        sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in outs] for _ in range(num_rows)]
+        sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in outs] for _ in range(tile.num_rows)]
         with builder.loop(0, self.size, lanes) as at:
-            soon = ahead.place(at * (2 * self.tile_outs))
-            for line in range(0, 2 * self.tile_outs * lanes, CACHE_LINE_BYTES):
-                builder.prefetch(soon + line)
-            bits = [builder.load(weight + at * 2 + out * (2 * self.size), I16, lanes) for out in outs]
+            tile.ahead.write(builder, at * (2 * self.tile_outs), 2 * self.tile_outs * lanes)
+            bits = [builder.load(tile.weight + at * 2 + out * (2 * self.size), I16, lanes) for out in outs]
             matrix = [(each.convert("zext", I32) << 16).convert("bitcast", F32) for each in bits]
             for index, row_sums in enumerate(sums):
-                activations = builder.load(prepared + at * 4 + index * self.row_bytes, F32, lanes)
+                activations = builder.load(tile.prepared + at * 4 + index * self.row_bytes, F32, lanes)
                 for weights, total in zip(matrix, row_sums):
                     total.set(weights.multiply_add(activations, total.get()))
         return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
