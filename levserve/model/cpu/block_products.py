@@ -122,7 +122,7 @@ class BlockProduct:
         return self.num_terms * self.term_bytes
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
-        self.prepare_blocks(builder, x, self.plain_places(builder, into.start))
+        self.prepare_blocks(builder, x, scratch, self.plain_places(builder, into.start))
 
     def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
         strides = BLOCK, self.term_bytes
@@ -130,17 +130,30 @@ class BlockProduct:
             builder, row, strides, row + self.size, (4, self.term_bytes, 4 * self.num_blocks)
         )
 
-    def prepare_blocks(self, builder: Builder, x: Value, places: BlockPlaces) -> None:
+    def prepare_blocks(self, builder: Builder, x: Value, scratch: Value, places: BlockPlaces) -> None:
+        """Prepares a row in three passes: in one, each block would wait for its largest number and two
+        divisions."""
         lanes, is_rotated = min(self.target.lanes, BLOCK), self.num_terms == 1
-        factor = product_factor(is_rotated=is_rotated)
+        factor, offsets = product_factor(is_rotated=is_rotated), range(0, 4 * BLOCK, 4 * lanes)
+        numbers, scales, inverses = (
+            scratch if is_rotated else x,
+            *(self._block_floats(builder) for _ in range(2)),
+        )
         with builder.loop(0, self.num_blocks) as block:
-            firsts = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
-            vectors = [builder.load(first, F32, lanes) for first in firsts]
-            vectors = rotate_block(vectors, lanes) if is_rotated else vectors
-            numbers = builder.concatenate(vectors)
-            largest = builder.largest_magnitude(vectors)
-            scale = largest.maximum(SMALLEST) / STEPS
-            steps = numbers * (builder.constant(1.0, F32) / scale).splat(BLOCK)
+            first = block * (4 * BLOCK)
+            vectors = [builder.load(x + first + at, F32, lanes) for at in offsets]
+            if is_rotated:
+                vectors = rotate_block(vectors, lanes)
+                for vector, at in zip(vectors, offsets):
+                    builder.store(scratch + first + at, vector)
+            builder.store(scales + block * 4, builder.largest_magnitude(vectors))
+        with builder.loop(0, self.num_blocks, lanes) as block:
+            scale = builder.load(scales + block * 4, F32, lanes).maximum(SMALLEST) / STEPS
+            builder.store(scales + block * 4, scale)
+            builder.store(inverses + block * 4, scale.full_like(1.0) / scale)
+        with builder.loop(0, self.num_blocks) as block:
+            scale, inverse = (builder.load(each + block * 4, F32) for each in (scales, inverses))
+            steps = builder.load(numbers + block * (4 * BLOCK), F32, BLOCK) * inverse.splat(BLOCK)
             for term in range(self.num_terms):
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
@@ -152,6 +165,10 @@ class BlockProduct:
                     total = total * -self.order.offset + START
                     builder.store(places.word_of(block, STARTS, term), total)
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
+
+    def _block_floats(self, builder: Builder) -> Value:
+        """Memory for a float32 of each block, in whole vectors."""
+        return builder.stack_words((self.num_blocks + BLOCK - 1) // BLOCK * (BLOCK // 2))
 
     @property
     def tile_depth(self) -> int:
@@ -190,7 +207,7 @@ class SignedBlocks(BlockProduct):
         builder.store(memory, builder.constant(START, I32).splat(lanes))
         with builder.loop(0, self.num_blocks) as block:
             group = tile.weight + block * (BLOCK * lanes)
-            tile.ahead.write(builder, block * (BLOCK * lanes), BLOCK * lanes)
+            tile.ahead.write_near(builder, block * (BLOCK * lanes), BLOCK * lanes)
             matrix = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(WORDS)]
             scale = load_scales(builder, tile.scales + block * (2 * lanes), lanes)
             builder.store(memory + 4 * lanes, scale * -ROUNDING_CONSTANT)
@@ -242,8 +259,9 @@ class UnsignedBlocks(BlockProduct):
                 for term in terms
             ]
             sums = [[start for _ in firsts] for start in starts]
+            tile.ahead.write_far(builder, block * (BLOCK * outs), BLOCK * outs)
             for word in range(WORDS):
-                tile.ahead.write(builder, (block * WORDS + word) * (outs * WORD), outs * WORD)
+                tile.ahead.write_near(builder, (block * WORDS + word) * (outs * WORD), outs * WORD)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 matrix = [builder.load(place, I8, lanes * WORD) for place in places]
                 for index, term in enumerate(terms):

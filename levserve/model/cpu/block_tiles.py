@@ -87,7 +87,7 @@ class BlockTiles:
             words + index * WORD,
             (TILE_ROW_BYTES, 0, product.num_blocks * TILE_ROW_BYTES),
         )
-        product.prepare_blocks(builder, x, tiled.or_else(into.num_rows >= self.min_rows, plain))
+        product.prepare_blocks(builder, x, scratch, tiled.or_else(into.num_rows >= self.min_rows, plain))
 
     def multiply_range(self, builder: Builder, task: ProductTask) -> None:
         product, totals = self.product, task.scratch + self.places[2]

@@ -86,13 +86,13 @@ class NibbleProduct:
         return row + block * 4 + (NUM_TERMS * self.size + kind * 4 * self.num_blocks)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
-        self.prepare_blocks(builder, x, self.plain_places(builder, into.start))
+        self.prepare_blocks(builder, x, scratch, self.plain_places(builder, into.start))
 
     def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
         words, by_kind = row + NUM_TERMS * self.size, 4 * self.num_blocks
         return BlockPlaces.at(builder, row, (BLOCK, self.size), words, (4, 0, by_kind))
 
-    def prepare_blocks(self, builder: Builder, x: Value, places: BlockPlaces) -> None:
+    def prepare_blocks(self, builder: Builder, x: Value, scratch: Value, places: BlockPlaces) -> None:
         lanes = min(self.target.lanes, BLOCK)
         factor = product_factor(is_rotated=False) / SECOND_TERM
         with builder.loop(0, self.num_blocks) as block:
@@ -142,7 +142,7 @@ class SignedNibbles(NibbleProduct):
         block_bytes, scale_bytes = BLOCK // 2 * lanes, 2 * lanes * self.block_scales
         with builder.loop(0, self.num_blocks) as block:
             group = tile.weight + block * block_bytes
-            tile.ahead.write(builder, block * block_bytes, block_bytes)
+            tile.ahead.write_near(builder, block * block_bytes, block_bytes)
             packed = [builder.load(group + WORD * lanes * word, I8, WORD * lanes) for word in range(HALF)]
             lower, upper = zip(*map(self.widen, packed))
             places = [tile.scales + block * scale_bytes + 2 * lanes * at for at in range(self.block_scales)]
@@ -215,7 +215,7 @@ class UnsignedNibbles(NibbleProduct):
             ]
             sums = [[[start for _ in firsts] for start in of_row] for of_row in starts]
             for word in range(HALF):
-                tile.ahead.write(builder, (block * HALF + word) * (outs * WORD), outs * WORD)
+                tile.ahead.write_near(builder, (block * HALF + word) * (outs * WORD), outs * WORD)
                 places = [group + (word * outs + out) * WORD for out in firsts]
                 halves = zip(*(self.widen(builder.load(place, I8, lanes * WORD)) for place in places))
                 for at, matrix in zip((word, word + HALF), halves):

@@ -9,9 +9,17 @@ from levserve.jit.target import Target
 
 FROM_MEMORY, FROM_CACHE = 4096, 1024
 """How many bytes before its use the matrix is prefetched, from memory or from the second-level cache."""
-SHARE = 2
 SECOND_LEVEL = 2
 """LLVM's number for prefetching into the second-level cache only."""
+LEAST_SHIFT, MORE_TILES = 2, (8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Far:
+    """A tile's share of what later tiles multiply: one byte for 2 ** `shift` bytes that it multiplies."""
+
+    start: Value
+    shift: Value
 
 
 @dataclass(frozen=True)
@@ -20,16 +28,19 @@ class Prefetch:
 
     near: Value
     """What this tile multiplies a little later."""
-    far: Value | None
-    """What later tiles multiply: one byte for `SHARE` bytes that this tile multiplies."""
+    far: Far | None
 
-    def write(self, builder: Builder, done: Value, num_bytes: int) -> None:
+    def write_near(self, builder: Builder, done: Value, num_bytes: int) -> None:
         """Writes the instructions for `num_bytes` that are multiplied after `done` bytes of the matrix."""
         for line in range(0, num_bytes, CACHE_LINE_BYTES):
             builder.prefetch(self.near + done + line)
+
+    def write_far(self, builder: Builder, done: Value, num_bytes: int) -> None:
+        """The same for the share: the largest is prefetched once, a smaller one several times."""
         if self.far is not None:
-            for line in range(0, num_bytes // SHARE, CACHE_LINE_BYTES):
-                builder.prefetch(self.far + done // SHARE + line, SECOND_LEVEL)
+            place = self.far.start + (done >> self.far.shift)
+            for line in range(0, max(1, num_bytes >> LEAST_SHIFT), CACHE_LINE_BYTES):
+                builder.prefetch(place + line, SECOND_LEVEL)
 
 
 def choose_prefetch(
@@ -45,15 +56,19 @@ def choose_prefetch(
 ) -> Prefetch:
     """What one of `num_tiles` tiles prefetches that multiply the same `part_bytes` of the matrix in turn.
 
-    A single tile waits for memory. Several find their part in the second-level cache, and each full one
-    brings a share of the next part there, if there is one. Only x86 was measured.
+    A single tile waits for memory. Several find their part in the second-level cache, and full ones bring the
+    next part there, if there is one. Each brings as small a share as it can: a cache waits for few lines of
+    memory at a time, and what the tile itself reads would wait behind them. Only x86 was measured.
     """
     if target.arch != "x86_64":
         return Prefetch(weight + FROM_MEMORY, None)
-    are_several = num_tiles >= 2
+    are_several, none = num_tiles >= 2, builder.constant(0)
     near = weight + are_several.select(builder.constant(FROM_CACHE), builder.constant(FROM_MEMORY))
     if not is_full:
         return Prefetch(near, None)
-    offset = tile * (part_bytes // SHARE)
-    has_share = are_several & has_next & (offset < part_bytes)
-    return Prefetch(near, weight + has_share.select(offset + part_bytes, builder.constant(0)))
+    shift = builder.constant(LEAST_SHIFT)
+    for enough in MORE_TILES:
+        shift = shift + (num_tiles >= enough).select(builder.constant(1), none)
+    share = tile * (builder.constant(part_bytes) >> shift)
+    has_share = are_several & has_next & (share < part_bytes)
+    return Prefetch(near, Far(weight + has_share.select(share + part_bytes, none), shift))

@@ -195,7 +195,7 @@ class Int8Product(Int8Activations):
             for _ in rows
         ]
         with builder.loop(0, self.size, INT8_LANES) as at:
-            tile.ahead.write(builder, at * self.tile_outs, CACHE_LINE_BYTES)
+            tile.ahead.write_near(builder, at * self.tile_outs, CACHE_LINE_BYTES)
             matrix = [
                 builder.load(tile.weight + at + index * self.size, I8, INT8_LANES)
                 for index in range(self.tile_outs)
@@ -228,7 +228,8 @@ class PackedProduct(Int8Activations):
         sums = [[builder.variable(start) for _ in range(OUTS // lanes)] for start in starts]
         with builder.loop(0, self.size, WORD) as at:
             group = tile.weight + at * OUTS
-            tile.ahead.write(builder, at * OUTS, OUTS * WORD)
+            tile.ahead.write_near(builder, at * OUTS, OUTS * WORD)
+            tile.ahead.write_far(builder, at * OUTS, OUTS * WORD)
             matrix = [builder.load(group + out * WORD, I8, lanes * WORD) for out in range(0, OUTS, lanes)]
             for row, row_sums in zip(rows, sums):
                 word = builder.load(row + at, I32)
@@ -272,7 +273,7 @@ class Bfloat16Product:
             lanes *= 2  # with few rows each addition would wait for the one before
         sums = [[builder.variable(builder.zeros(F32, lanes)) for _ in outs] for _ in range(tile.num_rows)]
         with builder.loop(0, self.size, lanes) as at:
-            tile.ahead.write(builder, at * (2 * self.tile_outs), 2 * self.tile_outs * lanes)
+            tile.ahead.write_near(builder, at * (2 * self.tile_outs), 2 * self.tile_outs * lanes)
             bits = [builder.load(tile.weight + at * 2 + out * (2 * self.size), I16, lanes) for out in outs]
             matrix = [(each.convert("zext", I32) << 16).convert("bitcast", F32) for each in bits]
             for index, row_sums in enumerate(sums):
