@@ -11,7 +11,10 @@ FROM_MEMORY, FROM_CACHE = 4096, 1024
 """How many bytes before its use the matrix is prefetched, from memory or from the second-level cache."""
 SECOND_LEVEL = 2
 """LLVM's number for prefetching into the second-level cache only."""
+SEVERAL = 3
+"""So many tiles take longer to multiply than the memory takes to be read."""
 LEAST_SHIFT, MORE_TILES = 2, (8, 16, 32)
+"""The shift of `Far`, which is one more from each of these numbers of tiles on."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ def choose_prefetch(
 ) -> Prefetch:
     """What one of `num_tiles` tiles prefetches that multiply the same `part_bytes` of the matrix in turn.
 
-    A single tile waits for memory. Several find their part in the second-level cache, and full ones bring the
+    One or two wait for memory. Several find their part in the second-level cache, and full ones bring the
     next part there, if there is one. Each brings as small a share as it can: a cache waits for few lines of
     memory at a time, and what the tile itself reads would wait behind them. Only x86 was measured.
     """
     if target.arch != "x86_64":
         return Prefetch(weight + FROM_MEMORY, None)
-    are_several, none = num_tiles >= 2, builder.constant(0)
+    are_several, none = num_tiles >= SEVERAL, builder.constant(0)
     near = weight + are_several.select(builder.constant(FROM_CACHE), builder.constant(FROM_MEMORY))
     if not is_full:
         return Prefetch(near, None)
