@@ -171,7 +171,7 @@ def test_attention_is_xlas_for_any_lengths_and_padding(
         return attend(*given, target, window), XLA_ON_CPU.mix_values(*given, window=window)
 
     got, wanted = by_both(q, pool, table, positions.astype(np.int32))
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @with_examples(
