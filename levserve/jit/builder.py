@@ -269,7 +269,10 @@ class Builder:
         return Value(self, self.ir.ptrtoint(function, I64))
 
     def prefetch(self, pointer: Value, cache: int = 3) -> None:
-        """Prefetches the cache line of an address that will be read soon; any address is allowed."""
+        """Prefetches the cache line of an address that will be read soon; any address is allowed.
+
+        `cache` is 3 for all levels of the cache, and 2 for all but the first.
+        """
         read, data = ir.Constant(I32, 0), ir.Constant(I32, 1)
         self.call_symbol(
             "llvm.prefetch.p0", ir.VoidType(), pointer.ir_value, read, ir.Constant(I32, cache), data

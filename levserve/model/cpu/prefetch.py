@@ -10,7 +10,7 @@ from levserve.jit.target import Target
 FROM_MEMORY, FROM_CACHE = 4096, 1024
 """How many bytes before its use the matrix is prefetched, from memory or from the second-level cache."""
 SECOND_LEVEL = 2
-"""LLVM's number for prefetching into the second-level cache only."""
+"""The `cache` of `Builder.prefetch` that leaves the first level as it is."""
 SEVERAL = 3
 """So many tiles take longer to multiply than the memory takes to be read."""
 LEAST_SHIFT, MORE_TILES = 2, (8, 16, 32)
