@@ -12,15 +12,13 @@ later layer averages out the rounding errors there.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from levserve.model.hadamard import BLOCKS_PER_PRODUCT, rotation
+from levserve.model.hadamard import rotation
 from levserve.model.int8_packing import SMALLEST, STEPS
 
 BLOCK = 32
@@ -32,12 +30,6 @@ SMALLEST_SCALE = 2.0**-14
 LARGEST_SCALE = float(np.finfo(np.float16).max)
 SECOND_TERM = 254.0
 """Steps of the second term in one step of the first, whose error is half a step at most."""
-LEVELS = range(15, 7, -1)
-"""How many steps there may be from the smallest value of a block to the largest, the likeliest first."""
-SAMPLE = 64
-"""Blocks that are sampled to see whether a matrix has steps."""
-TOLERANCE = 1e-3
-"""How far a value may be from a whole number of steps: float32 errors are much smaller, chance is not."""
 MIN_PRODUCT_ROWS = 2
 """XLA's integer product of one row is slower than that of two."""
 
@@ -47,36 +39,10 @@ def has_blocks(size: int) -> bool:
     return size % BLOCK == 0
 
 
-def round_rows(
-    rows: NDArray[np.float32], *, is_rotated: bool
-) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Rows [out, in] as int8, and their scales [out, in / 32], multiplied by `SCALE_FACTOR`.
-
-    A rotated block is not divided by the square root of its size, so products with it are 32 times too large.
-    """
-    blocks = rows.reshape(-1, BLOCK)
-    numbers = _rotate(blocks) if is_rotated else blocks
-    largest = np.maximum(np.maximum(numbers.max(1), -numbers.min(1)), SMALLEST)
-    scale = largest / np.float32(STEPS)
-    if is_rotated:
-        step = _find_steps(blocks)
-        times = np.floor(np.float32(STEPS + 0.5) * step / largest)  # finer, for the rounded sum of all
-        scale = np.where(times >= 1, step / np.maximum(times, 1), scale)
-    scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
-    if not scale.max() <= LARGEST_SCALE:  # or NaN
-        raise ValueError(
-            f"a matrix has a block with a value of {largest.max():.0f}, too large for int8 with block scales"
-        )
-    stored = scale.astype(np.float16)
-    integers = np.rint(numbers * (np.float32(SCALE_FACTOR) / stored.astype(np.float32))[:, None])
-    np.clip(integers, -STEPS, STEPS, out=integers)
-    return integers.astype(np.int8).reshape(rows.shape), stored.reshape(len(rows), -1)
-
-
 def multiply_blocks(
     weight: jax.Array, scale: jax.Array, x: jax.Array, *, in_two_terms: bool = False
 ) -> jax.Array:
-    """x [row, in] times a matrix that `round_rows` made [out, in]: float32 [row, out].
+    """x [row, in] times a matrix that `round_blocks` made [out, in]: float32 [row, out].
 
     With two terms of activations nothing is rotated. Blocks are added one after another, as in the kernels.
     """
@@ -116,32 +82,3 @@ def product_factor(*, is_rotated: bool) -> float:
 def unscaled_rotation() -> NDArray[np.float32]:
     """The rotation of a block with entries 1 and -1."""
     return np.sign(rotation(BLOCK))
-
-
-def _rotate(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
-    together = math.gcd(len(blocks), BLOCKS_PER_PRODUCT)
-    return (blocks.reshape(-1, together, BLOCK) @ unscaled_rotation()).reshape(blocks.shape)
-
-
-def _find_steps(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The step of which each block's values are multiples, apart from a constant; 0: there is none."""
-    steps = np.zeros(len(blocks), np.float32)
-    sample = blocks[:: max(1, len(blocks) // SAMPLE)]
-    if not any(_has_levels(sample, levels).mean() > 1 / 4 for levels in LEVELS):
-        return steps
-    missing = np.arange(len(blocks))
-    for levels in LEVELS:
-        found = _has_levels(blocks[missing], levels)
-        steps[missing[found]] = np.ptp(blocks[missing[found]], axis=1) / levels
-        missing = missing[~found]
-        if not len(missing):
-            break
-    return steps
-
-
-def _has_levels(blocks: NDArray[np.float32], levels: int) -> NDArray[np.bool_]:
-    """Whether each block's values lie on whole steps, with `levels` of them between its ends."""
-    smallest = blocks.min(1, keepdims=True)
-    spread = np.maximum(blocks.max(1, keepdims=True) - smallest, SMALLEST)
-    positions = (blocks - smallest) * (levels / spread)
-    return np.asarray((np.abs(positions - np.rint(positions)) < TOLERANCE).all(1))

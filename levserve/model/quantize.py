@@ -26,7 +26,7 @@ from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, has_middles
-from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks, round_rows
+from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks
 from levserve.model.int8_packing import OUTS, SMALLEST, STEPS, BlockOrder, is_packable, pack
 from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 from levserve.model.packed import Scheme
@@ -261,14 +261,18 @@ def _quantize_blocks(
     is_head: bool,
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The quantized matrix [out, in] and its scales, float16 [out, in / 32]."""
+    from levserve.model.cpu import host_blocks  # brings LLVM, which a GPU does not need
+
     num_rows, columns = matrix.shape
     order = order if order is not None and order.takes(num_rows // num_shares) else None
     is_unsigned = order is not None and order.offset > 0
     quantized = aligned_array((num_rows, columns), np.dtype(np.uint8 if is_unsigned else np.int8))
     scales = aligned_array((num_rows, columns // BLOCK), np.dtype(np.float16))
+    host_blocks.load_functions(is_rotated=not is_head)
 
     def quantize_piece(part: slice) -> None:
-        integers, scale = round_rows(matrix.read(part.start, part.stop), is_rotated=not is_head)
+        rows = matrix.read(part.start, part.stop)
+        integers, scale = host_blocks.round_blocks(rows, is_rotated=not is_head)
         if order is not None:
             scale = order.pack_scales(scale)
         quantized[part] = integers if order is None else order.pack(integers).view(quantized.dtype)

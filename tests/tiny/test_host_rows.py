@@ -11,14 +11,16 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
+from gguf.quants import quantize as quantize_blocks
 from safetensors.numpy import load_file, save_file
 
 from levserve.errors import StartupError
 from levserve.jit.target import Target, detect_target
 from levserve.model.balance import Balanced
 from levserve.model.config import ModelConfig
-from levserve.model.cpu import host_rows
+from levserve.model.cpu import host_blocks, host_rows
 from levserve.model.hadamard import block_size, rotate
+from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
 from levserve.model.int8_packing import pack
 from levserve.model.matrix_rows import ArrayRows
 from levserve.model.quantize import Quantization, quantize_arrays
@@ -81,6 +83,22 @@ def test_all_cpus_round_to_the_same_bits() -> None:
     for into, scales in results:
         np.testing.assert_array_equal(into, results[0][0])
         np.testing.assert_array_equal(scales, results[0][1])
+
+
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_all_cpus_round_blocks_to_the_same_bits(is_rotated: bool) -> None:
+    rows = dequantize(quantize_blocks(numbers(10, 16, 192), Kind.Q4_1), Kind.Q4_1)
+    rows[:8] = numbers(11, 8, 192)
+    wanted = host_blocks.round_blocks(rows, is_rotated=is_rotated)
+    for target in targets():
+        scales, integers = np.empty(rows.size // BLOCK, np.float32), np.empty(rows.shape, np.int8)
+        host_blocks._scaling(is_rotated, target)(rows, scales, len(scales))
+        np.testing.assert_array_equal(
+            (scales * np.float32(SCALE_FACTOR)).astype(np.float16), wanted[1].ravel()
+        )
+        inverses = np.float32(SCALE_FACTOR) / wanted[1].astype(np.float32)
+        host_blocks._rounding(is_rotated, target)(rows, inverses, integers, len(scales))
+        np.testing.assert_array_equal(integers, wanted[0])
 
 
 @pytest.mark.parametrize(

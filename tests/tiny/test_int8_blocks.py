@@ -19,6 +19,7 @@ from levserve.jit.target import Target
 from levserve.model.backend import Backend
 from levserve.model.cpu import linear
 from levserve.model.cpu.backend import CpuBackend
+from levserve.model.cpu.host_blocks import round_blocks
 from levserve.model.decoder import Decoder
 from levserve.model.int8_blocks import (
     BLOCK,
@@ -26,7 +27,6 @@ from levserve.model.int8_blocks import (
     SECOND_TERM,
     STEPS,
     multiply_blocks,
-    round_rows,
     unscaled_rotation,
 )
 from levserve.model.int8_packing import SIGNED_ORDER, UNSIGNED_ORDER, BlockOrder
@@ -54,7 +54,7 @@ def matrix_of(kind: Kind | None, shape: tuple[int, int] = (64, 96), seed: int = 
 
 
 def numbers_of(integers: np.ndarray, scales: np.ndarray, *, is_rotated: bool) -> np.ndarray:
-    """The values that `round_rows` kept, in float64."""
+    """The values that `round_blocks` kept, in float64."""
     blocks = integers.reshape(*scales.shape, BLOCK) * (scales.astype(np.float64) / SCALE_FACTOR)[..., None]
     blocks = blocks @ unscaled_rotation().astype(np.float64) / BLOCK if is_rotated else blocks
     return blocks.reshape(integers.shape)
@@ -75,7 +75,7 @@ def test_a_file_is_kept_as_it_is_or_to_half_a_step_of_the_largest_number(
     kind: Kind | None, is_rotated: bool, most: float
 ) -> None:
     matrix = matrix_of(kind)
-    integers, scales = round_rows(matrix, is_rotated=is_rotated)
+    integers, scales = round_blocks(matrix, is_rotated=is_rotated)
     assert integers.dtype == np.int8 and scales.dtype == np.float16 and scales.shape == (64, 3)
     lost = numbers_of(integers, scales, is_rotated=is_rotated) - matrix
     assert np.sqrt((lost**2).mean()) <= most * matrix.std()
@@ -84,10 +84,10 @@ def test_a_file_is_kept_as_it_is_or_to_half_a_step_of_the_largest_number(
 def test_blocks_of_zeros_and_of_one_number_are_kept() -> None:
     matrix = np.zeros((2, 64), np.float32)
     matrix[1, :32], matrix[1, 40] = 0.25, -3e-3
-    kept = numbers_of(*round_rows(matrix, is_rotated=True), is_rotated=True)
+    kept = numbers_of(*round_blocks(matrix, is_rotated=True), is_rotated=True)
     np.testing.assert_allclose(kept, matrix, rtol=1e-3, atol=2e-5)
     with pytest.raises(ValueError, match="too large for int8 with block scales"):
-        round_rows(np.full((1, 32), 1e9, np.float32), is_rotated=True)
+        round_blocks(np.full((1, 32), 1e9, np.float32), is_rotated=True)
 
 
 @with_examples(
@@ -108,7 +108,7 @@ def test_a_kernels_product_is_xlas_but_for_a_number_that_is_rounded_otherwise(
     seed: int,
     power: float,
 ) -> None:
-    integers, scales = round_rows(matrix_of(Kind.Q4_0, shape, seed % 100), is_rotated=not in_two_terms)
+    integers, scales = round_blocks(matrix_of(Kind.Q4_0, shape, seed % 100), is_rotated=not in_two_terms)
     x = np.random.default_rng(seed).standard_normal((rows, shape[1])).astype(np.float32) * np.float32(
         2**power
     )
@@ -140,7 +140,7 @@ def test_two_terms_lose_almost_nothing() -> None:
     x[:, 7] = 40.0
     wanted = x.astype(np.float64) @ matrix.T.astype(np.float64)
     for in_two_terms, most in ((True, 1e-4), (False, 1e-2)):
-        integers, scales = round_rows(matrix, is_rotated=not in_two_terms)
+        integers, scales = round_blocks(matrix, is_rotated=not in_two_terms)
         lost = np.asarray(by_xla(integers, scales, x, in_two_terms=in_two_terms)) - wanted
         assert np.sqrt((lost**2).mean()) < most * wanted.std()
 
@@ -149,7 +149,7 @@ def test_two_terms_lose_almost_nothing() -> None:
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_spoils_its_own_row_alone(bad: float, order: BlockOrder, target: Target) -> None:
-    integers, scales = round_rows(matrix_of(None), is_rotated=True)
+    integers, scales = round_blocks(matrix_of(None), is_rotated=True)
     x = np.ones((5, 96), np.float32)
     x[3, 7] = bad
     got = np.asarray(multiply_packed(integers, scales, x, order, target))
