@@ -25,6 +25,7 @@ OUR_SOURCES = Path(__file__).parents[1]
 COMPILED = (
     "model/**/*.py",
     "jit/*.py",
+    "device/draft_rounds.py",
     "device/masks.py",
     "device/packing.py",
     "device/platform.py",
@@ -82,6 +83,8 @@ class CodeCache:
             part.replace(self._folder / name)
         except OSError as error:
             log.warning("cannot keep compiled code: %s", error)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 current = CodeCache()

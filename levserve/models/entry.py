@@ -32,16 +32,19 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a reload did, and how far the new weights are from the old ones on the probe's text."""
+    """What a reload did, and how far the new weights are from the old ones on the probe's text.
+
+    What the old weights could not score, because they compute values that are not finite, is None.
+    """
 
     model: str
     path: str
     load_seconds: float
     swap_seconds: float
     probe_tokens: int
-    max_logprob_difference: float
+    max_logprob_difference: float | None
     mean_logprob: float
-    mean_logprob_before: float
+    mean_logprob_before: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class SwappedWeights:
     """Copying to the device, while nothing runs."""
     mean_logprob: float
     """Of a fixed text's tokens; if far below that of other weights of the model, conversion went wrong."""
-    mean_logprob_before: float
+    mean_logprob_before: float | None
 
     @property
     def seconds(self) -> float:

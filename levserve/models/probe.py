@@ -8,11 +8,13 @@ are.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from levserve.engine.served_model import ServedModel
+from levserve.errors import Poisoned, StartupError, Unavailable
 from levserve.models.build import Loaded
-from levserve.schedule.request import GenerationRequest, Sampling
+from levserve.schedule.request import FinishReason, GenerationRequest, Sampling, TokenBatch
 
 TEXT = (
     "The sun rises in the east and sets in the west. "
@@ -42,13 +44,33 @@ class ProbeScores:
 def probe(loaded: Loaded) -> ProbeScores:
     """Runs the model before any request does, and leaves the prefix cache empty."""
     scheduler, runner = loaded.scheduler, loaded.runner
-    scheduler.add(probe_request(loaded.model))
-    logprobs: list[float] = []
-    while scheduler.has_work:
-        in_flight = runner.dispatch(scheduler.plan())
-        for update in scheduler.commit(in_flight.plan, *in_flight.read()):
-            logprobs += [score.logprob for score in update.batch.prompt_logprobs]
+
+    def run() -> Iterator[TokenBatch]:
+        scheduler.add(probe_request(loaded.model))
+        while scheduler.has_work:
+            in_flight = runner.dispatch(scheduler.plan())
+            for update in scheduler.commit(in_flight.plan, *in_flight.read()):
+                yield update.batch
+
+    try:
+        scores = gather_scores(run())
+    except Poisoned as error:
+        raise StartupError(f"the model cannot be served: {error}") from None
     scheduler.forget_prefixes()
+    return scores
+
+
+def gather_scores(batches: Iterable[TokenBatch]) -> ProbeScores:
+    """The scores in the batches of the probe's request. Raises `Poisoned` if the model cannot score."""
+    logprobs: list[float] = []
+    finish = None
+    for batch in batches:
+        logprobs += [score.logprob for score in batch.prompt_logprobs]
+        finish = batch.finish
+    if finish is FinishReason.POISONED:
+        raise Poisoned("The weights compute values that are not finite.")
+    if finish is not FinishReason.LENGTH:
+        raise Unavailable("The server stopped while it scored the probe's text.", retry_after_seconds=1.0)
     return ProbeScores(tuple(logprobs))
 
 

@@ -20,12 +20,13 @@ from typing import Any
 from levserve.device.tasks import SwapWeights
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
-from levserve.errors import Conflict, StartupError
+from levserve.errors import Conflict, Poisoned, StartupError
 from levserve.model.placement import HostArray
 from levserve.models.entry import Reloaded, SwappedWeights
 from levserve.models.group import Group
 from levserve.models.kind import AnyKind
-from levserve.models.probe import ProbeScores, probe_request
+from levserve.models.probe import ProbeScores, gather_scores, probe_request
+from levserve.schedule.request import TokenBatch
 from levserve.settings.settings import Settings
 from levserve.weights.model_files import ModelFiles
 from levserve.weights.source import check_source, find_source
@@ -48,20 +49,21 @@ class WeightReloader:
     def reload(self, *, model: str = "", checkpoint_path: str = "", revision: str = "") -> Reloaded:
         """Serves the newest weights that the settings name, or those named here.
 
-        Raises `StartupError` for weights that cannot replace those that are served.
+        Raises `StartupError` for weights that cannot replace those that are served, and `Poisoned` if the new
+        ones, which then serve, compute values that are not finite.
         """
         with self._one_at_a_time():
             reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
         log.info(
             "%s: reloaded %s in %.1f s, swapped in %.2f s: "
-            "the probe's log-probabilities differ by up to %.4f (mean %.4f, before %.4f)",
+            "the probe's log-probabilities differ by up to %s (mean %.4f, before %s)",
             reloaded.model,
             reloaded.path,
             reloaded.load_seconds,
             reloaded.swap_seconds,
-            reloaded.max_logprob_difference,
+            _four_digits(reloaded.max_logprob_difference),
             reloaded.mean_logprob,
-            reloaded.mean_logprob_before,
+            _four_digits(reloaded.mean_logprob_before),
         )
         return reloaded
 
@@ -81,7 +83,7 @@ class WeightReloader:
             converted = time.monotonic()
             with hold_back():  # the probes too would wait behind running work
                 waited = time.monotonic()
-                before = self._probe()
+                before = self._probe_old()
                 swap_seconds = self._swap(leaves)
                 after = self._probe()
         log.info(
@@ -95,7 +97,7 @@ class WeightReloader:
             wait_seconds=waited - converted,
             swap_seconds=swap_seconds,
             mean_logprob=after.mean,
-            mean_logprob_before=before.mean,
+            mean_logprob_before=None if before is None else before.mean,
         )
 
     def close(self) -> None:
@@ -105,18 +107,25 @@ class WeightReloader:
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Counts reloads done and refused. Raises `Conflict` while another reload runs."""
+        outcome = "done"
         if not self._reloading.acquire(blocking=False):
             raise Conflict(f"A reload is under way ({self._engine.progress}); please wait for it.")
         try:
             yield
         except StartupError as error:
-            self._engine.metrics.reloads.labels("refused").inc()
+            outcome = "refused"
             log.warning("%s: reload refused, the old weights stay: %s", self._model.name, error)
             raise
+        except Poisoned as error:
+            log.error("%s: the new weights serve: %s", self._model.name, error)
+            raise
+        except BaseException:
+            outcome = "refused"
+            raise
         finally:
+            self._engine.metrics.reloads.labels(outcome).inc()
             self._engine.progress = "ready"
             self._reloading.release()
-        self._engine.metrics.reloads.labels("done").inc()
 
     def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
         settings = replace(
@@ -133,20 +142,24 @@ class WeightReloader:
         served = self._description
         files, leaves = self._read(settings)
         loaded = time.monotonic()
-        before = self._probe()
-        swap_seconds = self._swap(leaves)
-        after = self._probe()
+        try:
+            before = self._probe_old()
+            swap_seconds = self._swap(leaves)
+        except BaseException:
+            self._let_go(files)
+            raise
         self._description = served.with_files(settings, files)
         self._let_go(served.files)
+        after = self._probe()
         return Reloaded(
             model=self._model.name,
             path=str(files.path),
             load_seconds=loaded - start,
             swap_seconds=swap_seconds,
             probe_tokens=len(after.logprobs),
-            max_logprob_difference=after.largest_difference(before),
+            max_logprob_difference=None if before is None else after.largest_difference(before),
             mean_logprob=after.mean,
-            mean_logprob_before=before.mean,
+            mean_logprob_before=None if before is None else before.mean,
         )
 
     def _read(self, settings: Settings) -> tuple[ModelFiles, Sequence[HostArray]]:
@@ -181,17 +194,26 @@ class WeightReloader:
         self._engine.send(SwapWeights(self._model.name, leaves, done))
         return done.result()
 
+    def _probe_old(self) -> ProbeScores | None:
+        """The scores of weights that new ones may replace even if they compute values that are not finite."""
+        try:
+            return self._probe()
+        except Poisoned:
+            return None
+
     def _probe(self) -> ProbeScores:
         """Scores the probe's text beside the requests of clients."""
         stream = self._engine.submit([probe_request(self._model)], self._model)
-        logprobs: list[float] = []
-        try:
+
+        def receive() -> Iterator[TokenBatch]:
             while not stream.is_finished:
                 _, batch = stream.get(timeout_seconds=None)
-                logprobs += [score.logprob for score in batch.prompt_logprobs]
+                yield batch
+
+        try:
+            return gather_scores(receive())
         finally:
             stream.close()
-        return ProbeScores(tuple(logprobs))
 
     def _let_go(self, files: ModelFiles) -> None:
         if files.lease is not None and files.lease is not self._description.files.lease:
@@ -200,3 +222,7 @@ class WeightReloader:
     def _report(self, progress: str) -> None:
         self._engine.progress = f"ready; reloading: {progress}"
         log.info("reloading: %s", progress)
+
+
+def _four_digits(number: float | None) -> str:
+    return "unknown" if number is None else f"{number:.4f}"

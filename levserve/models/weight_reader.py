@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from levserve.errors import StartupError
+from levserve.errors import StartupError, cause_of
 from levserve.hosts.follower import Follower
 from levserve.hosts.frame import FrameKind
 from levserve.hosts.peer import PeerLost
@@ -48,6 +48,9 @@ class WeightReader:
         except StartupError as error:
             log.warning("the new weights cannot be read: %s", error)
             found = {"error": f"cannot read them: {error}"}
+        except Exception as error:  # host 0 waits for an answer
+            log.exception("the new weights cannot be read")
+            found = {"error": f"cannot read them: {cause_of(error)}"}
         with suppress(PeerLost):
             self._follower.send_text(FrameKind.READ, json.dumps(found))
 

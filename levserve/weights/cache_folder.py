@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,16 +25,15 @@ POLL_SECONDS = 0.2
 
 
 class Lease:
-    """The right to use a folder of the cache, held until `close` or the end of the process."""
+    """The right to use a folder of the cache, held until `close`, or until nothing refers to it any more: a
+    start that fails needs no cleaning up."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._close()
 
 
 def lease_folder(

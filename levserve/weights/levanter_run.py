@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import StartupError
 from levserve.settings.settings import Settings
+from levserve.weights.cache_folder import Lease
 from levserve.weights.fetch import fetch_files
 from levserve.weights.levanter_config import read_tokenizer_name
 from levserve.weights.levanter_folder import (
@@ -46,28 +48,33 @@ def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> Mod
     if not config_file.is_file():
         raise StartupError(f"{settings.checkpoint_path}: --model-config {config_file} does not exist")
     report(f"checkpoint {files.path}, config {config_file}")
-    tokenizer = _find_tokenizer(config_file, files.path, settings, report) if with_tokenizer else None
-    return ModelFiles(files.name, files.path, config_file, tokenizer, files.lease)
+    found = ModelFiles(files.name, files.path, config_file, lease=files.lease)
+    if not with_tokenizer:
+        return found
+    tokenizer, lease = _find_tokenizer(config_file, files.path, settings, report)
+    return replace(found, tokenizer=tokenizer, tokenizer_lease=lease)
 
 
-def _find_tokenizer(config_file: Path, folder: Path, settings: Settings, report: Report) -> Path:
+def _find_tokenizer(
+    config_file: Path, folder: Path, settings: Settings, report: Report
+) -> tuple[Path, Lease | None]:
     """The tokenizer that the run's config names by a path, an address or a name on the Hub."""
     name = read_tokenizer_name(config_file)
     if name is None:
         if (folder / "tokenizer.json").is_file():
-            return folder
+            return folder, None
         raise StartupError(f"{config_file} names no tokenizer; give one with --tokenizer")
     beside = config_file.parent / name
     if not is_address(name) and beside.is_dir():
-        return beside
+        return beside, None
     try:
-        found = find_tokenizer(name, settings, report)
+        found, lease = find_tokenizer(name, settings, report)
     except StartupError as error:
         problem = f"cannot get tokenizer = {name!r}: {error}"
         raise StartupError(f"{config_file}: {problem}; give one with --tokenizer") from error
     if not found.exists():
         raise StartupError(f"{config_file}: tokenizer = {name!r} does not exist; give one with --tokenizer")
-    return found
+    return found, lease
 
 
 def _fetch_checkpoint(settings: Settings, report: Report) -> ModelFiles:

@@ -32,15 +32,18 @@ class ModelFiles:
     lease: Lease | None = field(default=None, compare=False, repr=False)
     draft: ModelFiles | None = None
     adapter: Path | None = None
+    tokenizer_lease: Lease | None = field(default=None, compare=False, repr=False)
 
     def close(self) -> None:
         """Lets the cache delete the files."""
-        for files in (self, self.draft):
-            if files is not None and files.lease is not None:
-                files.lease.close()
+        for lease in (self.lease, self.tokenizer_lease):
+            if lease is not None:
+                lease.close()
+        if self.draft is not None:
+            self.draft.close()
 
 
-def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
+def find_tokenizer(name: str, settings: Settings, report: Report) -> tuple[Path, Lease | None]:
     """The folder or .gguf file of a tokenizer, given as a path, an address or a name on the Hub."""
     if is_address(name):
         store = Store(name)
@@ -48,8 +51,8 @@ def find_tokenizer(name: str, settings: Settings, report: Report) -> Path:
         if not files:
             raise StartupError(f"tokenizer {name}: there are no tokenizer files")
         lease = fetch_files(store, files, settings.cache_path, limit_bytes=settings.cache_size, report=report)
-        return lease.path
+        return lease.path, lease
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
-        return Path(name)
+        return Path(name), None
     cache_path = settings.cache_path / "hub"
-    return fetch_repo(name, revision="", cache_path=cache_path, report=report, with_weights=False)
+    return fetch_repo(name, revision="", cache_path=cache_path, report=report, with_weights=False), None

@@ -98,8 +98,8 @@ def find_source(settings: Settings, report: Report, *, with_tokenizer: bool = Tr
                 "take the adapter's"
             )
         return files if not is_brain(files.path) else _with_brain_tokenizer(files)
-    tokenizer = find_tokenizer(settings.tokenizer, settings, report)
-    return replace(files, tokenizer=tokenizer)
+    tokenizer, lease = find_tokenizer(settings.tokenizer, settings, report)
+    return replace(files, tokenizer=tokenizer, tokenizer_lease=lease)
 
 
 def _with_adapter(files: ModelFiles, settings: Settings, report: Report) -> ModelFiles:

@@ -173,8 +173,9 @@ class Connections:
         if not len(connection.buffer) and (answer := self._answer_quickly(data)) is not None:
             self._send_at_once(connection, answer)
             return
+        before = len(connection.buffer)
         connection.buffer.feed(data)
-        self._num_buffered += len(data)
+        self._num_buffered += len(connection.buffer) - before  # an upload goes to its file
         self._advance(connection)
 
     def _send_at_once(self, connection: Connection, answer: bytes) -> None:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from levserve.api.model import Model
-from levserve.errors import BadRequest
+from levserve.errors import BadRequest, Poisoned, StartupError
 from levserve.model.config import ModelConfig
 from levserve.model.quantize import NARROW, choose_quantization
 from levserve.model.select import choose_backend
@@ -86,6 +86,26 @@ def test_new_weights_serve_and_the_old_ones_come_back(
     assert told.seconds >= told.swap_seconds > 0 and told.mean_logprob != told.mean_logprob_before
     model.load_weights({name: jnp.asarray(array) for name, array in arrays.items()})
     assert [greedy(model, case["prompt"]) for case in CASES] == [case["greedy"] for case in CASES]
+
+
+def test_weights_whose_results_are_not_finite_are_told_apart_and_can_be_replaced(
+    model: Model, arrays: Arrays, tmp_path: Path
+) -> None:
+    grown = {"model.embed_tokens.weight": 1e15, "model.norm.weight": 1e30}
+    overflowing = arrays | {name: arrays[name] * np.float32(factor) for name, factor in grown.items()}
+    for _ in range(2):
+        with pytest.raises(Poisoned, match="The weights compute values that are not finite"):
+            model.load_weights(overflowing)
+    assert model.load_weights(arrays).mean_logprob_before is None
+    assert [greedy(model, case["prompt"]) for case in CASES] == [case["greedy"] for case in CASES]
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    save_file(overflowing, tmp_path / "model.safetensors")
+    with (
+        pytest.raises(StartupError, match="cannot be served: .* not finite"),
+        running_engine(tmp_path, "--page-size", "4", "--prefill-chunk", "16"),
+    ):
+        pass
 
 
 def test_an_adapter_answers_as_the_weights_that_it_is_merged_into(
