@@ -74,11 +74,14 @@ class DeviceLoop:
         except BaseException:
             self._engine.fail()  # first: a client told of the failure must find it in the health checks too
             self._end_all(FinishReason.FAILED)
+            self._stop_programs(waits=False)  # the process is about to end, and a compile may take minutes
             raise
-        finally:
-            for model_loop in self._model_loops.values():
-                model_loop.runner.programs.stop()
+        self._stop_programs(waits=True)
         self._end_all(FinishReason.SHUTDOWN)
+
+    def _stop_programs(self, *, waits: bool) -> None:
+        for model_loop in self._model_loops.values():
+            model_loop.runner.programs.stop(waits=waits)
 
     def _active(self) -> list[ModelLoop]:
         """The model loops that take a step; those with only background work rest beside live work."""

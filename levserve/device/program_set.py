@@ -114,10 +114,12 @@ class ProgramSet(ABC, Generic[ShapeT]):
             _compiler_thread(functools.partial(self._compile_rest, rest)) for _ in range(num_threads)
         ]
 
-    def stop(self) -> None:
+    def stop(self, *, waits: bool = True) -> None:
+        """Compiles nothing more, and waits for what is being compiled if asked to."""
         self._stopping.set()
-        for thread in self._background:
-            thread.join()
+        if waits:
+            for thread in self._background:
+                thread.join()
         self._compiles.stop()
 
     def open(self, shape: ShapeT) -> None:

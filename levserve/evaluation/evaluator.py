@@ -84,14 +84,7 @@ class Evaluator:
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Equal pairs are computed once; a continuation that adds no tokens counts as certain."""
         fitting = [cut(pair, self._model.max_seq_len) for pair in pairs]
-        num_cut = sum(one != two for one, two in zip(pairs, fitting, strict=True))
-        if num_cut:
-            log.warning(
-                "%d of %d contexts lost their beginning: the model takes %d tokens",
-                num_cut,
-                len(pairs),
-                self._model.max_seq_len,
-            )
+        self._warn_of_cut(sum(one != two for one, two in zip(pairs, fitting, strict=True)), len(pairs))
         wanted = sorted({pair for pair in fitting if pair.num_context < len(pair.tokens)})
         scores = self._model.score(
             (pair.tokens[: pair.num_context], pair.tokens[pair.num_context :]) for pair in wanted
@@ -107,13 +100,22 @@ class Evaluator:
                 f"{fields['max_tokens']} tokens are to be generated, "
                 f"and the model takes {self._model.max_seq_len} with the prompt; lower 'max_gen_toks'."
             )
-        prompts = [
-            tuple(self._encoder.encode(context) or [self._encoder.prefix])[-room:] for context in contexts
-        ]
+        whole = [tuple(self._encoder.encode(context) or [self._encoder.prefix]) for context in contexts]
+        self._warn_of_cut(sum(len(prompt) > room for prompt in whole), len(whole))
+        prompts = [prompt[-room:] for prompt in whole]
         order = sorted(range(len(prompts)), key=lambda number: prompts[number])
         results = self._model.generate([prompts[number] for number in order], **fields)
         texts = {number: cut_at(result.text, stops) for number, result in zip(order, results, strict=True)}
         return [texts[number] for number in range(len(prompts))]
+
+    def _warn_of_cut(self, num_cut: int, count: int) -> None:
+        if num_cut:
+            log.warning(
+                "%d of %d contexts lost their beginning: the model takes %d tokens",
+                num_cut,
+                count,
+                self._model.max_seq_len,
+            )
 
 
 def read_arguments(arguments: Mapping[str, Any], max_gen_toks: int) -> tuple[list[str], dict[str, Any]]:

@@ -86,7 +86,9 @@ def prepare(
         _fit(prompt, body, model, policy.max_new_tokens, param)
         for prompt, param in zip(prompts, params, strict=True)
     ]
-    check_token_ids("allowed_token_ids", body.allowed_token_ids or (), model.tokenizer)
+    allowed = body.allowed_token_ids or ()
+    check_token_ids("allowed_token_ids", allowed, model.tokenizer)
+    check_rows(allowed, model, "allowed_token_ids")
     thinking = find_thinking(body, model, prompts)
     tool_use = find_tool_use(body, model)
     constraint = None

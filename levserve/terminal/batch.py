@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import SUPPRESS
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.window < 1:
         raise ConfigError("--window must be at least 1")
-    if options.input == options.output:
+    if options.input == options.output or _are_one_file(options.input, options.output):
         raise ConfigError("the input and the output are the same file")
     settings = make_settings(settings_of(options))
     source = Source(options.input)
@@ -134,6 +135,10 @@ class Reports:
     def end(self) -> None:
         if self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _are_one_file(first: str, second: str) -> bool:
+    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
 
 
 def _has_work(source: Source, output: Output, settings: Settings) -> bool:

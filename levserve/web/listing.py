@@ -11,6 +11,9 @@ from msgspec import Struct
 from levserve.errors import BadRequest
 from levserve.request.decode import require_choice
 
+MAX_DIGITS = 18
+"""Of a number in a query or a form: Python reads longer ones slowly, or not at all."""
+
 
 class HasId(Protocol):
     @property
@@ -41,7 +44,7 @@ def take_page(
     require_choice(order, ("asc", "desc"), "order")
     ordered = list(items) if order == "asc" else list(reversed(items))
     limit = request.args.get("limit", str(default_limit))
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= max_limit:
+    if not is_number_within(limit, 1, max_limit):
         raise BadRequest(f"'limit' must be an integer from 1 to {max_limit}.", param="limit")
     after = request.args.get("after")
     if after is not None:
@@ -52,3 +55,8 @@ def take_page(
     page = ordered[: int(limit)]
     first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
     return kind(page, first_id, last_id, len(page) < len(ordered))
+
+
+def is_number_within(text: str, least: int, most: int) -> bool:
+    """Whether a text is a whole number in decimal digits, from `least` to `most`."""
+    return text.isdecimal() and len(text) <= MAX_DIGITS and least <= int(text) <= most

@@ -105,6 +105,11 @@ def _wait_and_stream(
             return
         yield kind.refusal(error)
         return
+    except Exception:  # it is too late for the 500 handler
+        log.exception("%s failed before its answer began", call.request_log.request_id)
+        call.request_log.error = "server_error"
+        yield kind.refusal(ServeError("The server failed while it was answering."))
+        return
     yield from stream(run, kind, heartbeat, client)
 
 

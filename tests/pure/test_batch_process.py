@@ -6,10 +6,12 @@ import io
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 
 import openai
 
+from levserve.wire.connections import BUFFERED_BYTES
 from tests.fake_server import ServerProcess
 from tests.pure.test_batch import TEXT, make_line
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -83,3 +85,22 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -
                 raise AssertionError("it was taken")
             fits = client.files.create(file=("in.jsonl", io.BytesIO(b"x" * 200_000)), purpose="batch")
             assert fits.bytes == 200_000
+
+
+def test_uploads_take_none_of_the_memory_for_unfinished_bodies() -> None:
+    with ServerProcess() as server:
+        server.wait_ready()
+        with client_of(server) as client:
+            for _ in range(3):
+                uploaded = client.files.create(
+                    file=("in.jsonl", io.BytesIO(bytes(BUFFERED_BYTES // 2))), purpose="batch"
+                )
+                client.files.delete(uploaded.id)
+        body = json.dumps({"model": "toy", "prompt": "t20", "max_tokens": 1}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(head.encode() + body[:5])
+            time.sleep(0.2)  # the server must have read the first part before the rest comes
+            connection.sendall(body[5:])
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -227,6 +227,14 @@ def test_requests_that_are_refused(app: App) -> None:
             "expires_after",
         ),
         (
+            {
+                "file": (io.BytesIO(b"x"), "x"),
+                "purpose": "batch",
+                "expires_after[seconds]": "0000036009999999",
+            },
+            "expires_after",
+        ),
+        (
             {"file": (io.BytesIO(b"x"), "x"), "purpose": "batch", "expires_after[anchor]": "now"},
             "expires_after",
         ),
@@ -242,7 +250,8 @@ def test_requests_that_are_refused(app: App) -> None:
         "/v1/batches/no",
     ):
         assert app.client.get(path).status_code == 404
-    assert app.client.get("/v1/batches?limit=0").status_code == 400
+    for limit in ("0", "00000000200", "1" * 5000):
+        assert app.client.get(f"/v1/batches?limit={limit}").status_code == 400
     assert app.client.get("/v1/files?after=none").status_code == 400
 
 
@@ -423,6 +432,38 @@ def test_a_batch_whose_file_is_lost_fails_and_the_next_one_runs(tmp_path: Path) 
             assert clocked.get(lost).status == "failed" and clocked.get(lost).errors is not None
         finally:
             clocked.worker.close()
+
+
+def test_a_batch_that_fails_midway_leaves_no_results_that_nobody_can_read(tmp_path: Path) -> None:
+    with serving() as app:
+        clocked = Clocked(app.registry, tmp_path)
+        try:
+            batch_id = clocked.create(make_file(2, make_line(9, TEXT, HANGS)))
+            wait_until(lambda: clocked.get(batch_id).request_counts.completed == 2)
+            clocked.files.path_of(clocked.get(batch_id).input_file_id).unlink()
+            clocked.now += 3601
+            wait_until(lambda: clocked.get(batch_id).status == "failed")
+            assert not [
+                path
+                for path in (tmp_path / "files").iterdir()
+                if batch_id.removeprefix("batch_") in path.name
+            ]
+        finally:
+            clocked.worker.close()
+
+
+def test_of_very_many_batches_that_have_ended_the_oldest_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_ENDED", 2)
+    disk = DiskFolder(str(tmp_path), tmp_path)
+    batches = BatchStore(disk)
+    body = BatchBody(input_file_id="file-1", endpoint=TEXT, completion_window="1h")
+    made = [batches.create(body, "me").id for _ in range(4)]
+    for batch_id in made[:3]:
+        batches.change(batch_id, status="failed")
+    assert [batch.id for batch in batches.owned_by("me")] == made[1:]
+    assert {batch.id for batch in BatchStore(disk).owned_by("me")} == set(made[1:])
 
 
 def test_a_server_without_a_folder_leaves_none_behind() -> None:

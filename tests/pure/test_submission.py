@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
 from levserve.answers.answer import count_usage
+from levserve.errors import BadRequest
 from levserve.generation import Choice
 from levserve.request.choices import make_choices
 from levserve.request.decode import decode
@@ -88,6 +90,15 @@ def test_sequences_are_prompt_major_with_a_seed_for_each() -> None:
         ("id-2", (30,), 9),
         ("id-3", (30,), 10),
     ]
+
+
+def test_tokens_that_the_model_has_no_weights_for_are_refused_by_name() -> None:
+    served = dataclasses.replace(SERVED, num_rows=30)
+    for name, token in (("allowed_token_ids", 30), ("prompt", 31)):
+        fields = {"prompt": [17]} | {name: [token]}
+        body = decode(json.dumps({"model": MODEL} | fields).encode(), CompletionBody)
+        with pytest.raises(BadRequest, match=f"'{name}' has the token id {token}"):
+            prepare(body, served, Seeds(None), "id", 12.5)
 
 
 def test_stop_ids_are_the_end_tokens_and_the_clients_own() -> None:

@@ -78,6 +78,7 @@ def test_a_question_that_does_not_fit_is_told_and_forgotten(
         ["batch"],
         ["batch", "/nowhere/in.jsonl", "/tmp/out.jsonl"],
         ["batch", __file__, __file__],
+        ["batch", __file__, f"{Path(__file__).parent}/./{Path(__file__).name}", "--overwrite"],
         ["batch", __file__, "/nowhere/out.jsonl"],
         ["batch", __file__, "http://127.0.0.1:1/out.jsonl"],
         ["batch", __file__, "/tmp/out.jsonl", "--window", "0"],

@@ -27,7 +27,7 @@ from levserve.web.batches.store import BatchStore
 from levserve.web.batches.worker import BatchWorker
 from levserve.web.cors import Cors
 from levserve.web.json_body import json_response, read_body
-from levserve.web.listing import take_page
+from levserve.web.listing import is_number_within, take_page
 
 PURPOSE = "batch"
 BLOCK_BYTES = 1 << 16
@@ -153,7 +153,7 @@ def _expiry(seconds: str | None, anchor: str | None) -> int | None:
     if anchor is not None:
         require_choice(anchor, ("created_at",), "expires_after.anchor")
     least, most = LEAST_EXPIRY_SECONDS, MOST_EXPIRY_SECONDS
-    if seconds is None or not seconds.isdecimal() or not least <= int(seconds[:9]) <= most:
+    if seconds is None or not is_number_within(seconds, least, most):
         raise BadRequest(
             f"'expires_after.seconds' must be an integer from {least} to {most}.",
             param="expires_after.seconds",

@@ -1,6 +1,7 @@
 """Keeps the records of batches in memory and on disk. Used by all HTTP threads and by the batch worker.
 
-A batch belongs to the API key that made it. Once it has ended, it is forgotten 30 days after its creation.
+A batch belongs to the API key that made it. Once it has ended, it is forgotten 30 days after its creation, or
+when many newer ones have ended.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 KEEP_SECONDS = 30 * 86400
 MAX_OPEN = 100
 """Batches that run or wait; more are refused."""
+MAX_ENDED = 10_000
+"""Batches that have ended; of more, the oldest are forgotten."""
 BATCH_ID = re.compile(r"batch_[0-9a-f]{1,64}")
 RETRY_SECONDS = 60.0
 
@@ -137,10 +140,12 @@ class BatchStore:
     def _purge(self) -> None:
         too_old = self._clock() - KEEP_SECONDS
         with self._lock:
+            ended = [stored.batch for stored in self._records.values() if is_ended(stored.batch)]
+            num_too_many = len(ended) - MAX_ENDED
             late = [
-                batch_id
-                for batch_id, stored in self._records.items()
-                if is_ended(stored.batch) and stored.batch.created_at < too_old
+                batch.id
+                for number, batch in enumerate(ended)
+                if number < num_too_many or batch.created_at < too_old
             ]
             for batch_id in late:
                 del self._records[batch_id]

@@ -244,6 +244,8 @@ class BatchWorker:
             problems = ProblemList([LineProblem("server_error", message)])
             now = self._batches.now()
             self._batches.change(batch.id, status="failed", failed_at=now, errors=problems)
+            for file_id in _result_ids(batch):
+                self._files.path_of(file_id).unlink(missing_ok=True)
         except OSError:
             self._stopping.wait(RETRY_SECONDS)  # the disk may be full for now; try again later
 
