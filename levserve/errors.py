@@ -116,6 +116,7 @@ class RequestTimeout(ServeError):
 class Conflict(ServeError):
     status = 409
     type = "invalid_request_error"
+    headers = NO_RETRY
 
 
 class BodyTooLarge(ServeError):

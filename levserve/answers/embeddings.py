@@ -56,6 +56,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
             raise BadRequest(
                 f"'input' has {len(self.inputs)} texts; at most {MAX_INPUTS} are accepted.",
                 param="input",
+                code="array_above_max_length",
             )
 
     @property

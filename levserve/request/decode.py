@@ -41,6 +41,8 @@ RANGE_CODES = {
     ("array", "of length <="): "array_above_max_length",
 }
 INVALID_VALUE = "invalid_value"
+MAX_DIGITS = 18
+"""Digits of a number in a query or a form that are read: more are out of any range."""
 
 # Fields of other servers, and what this server calls them.
 INSTEAD = {
@@ -127,6 +129,20 @@ def require_choice(value: str, choices: tuple[str, ...], param: str) -> None:
             param=param,
             code=INVALID_VALUE,
         )
+
+
+def read_integer(text: str, param: str, least: int, most: int) -> int:
+    """A whole number in a query or a form, refused as one in a body is."""
+    sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text)
+    if not (digits.isascii() and digits.isdecimal()):
+        message = f"Invalid type for '{param}': expected an integer, but got '{text[:64]}' instead."
+        raise BadRequest(message, param=param, code="invalid_type")
+    value = sign * int(digits.lstrip("0")[:MAX_DIGITS] or "0")
+    if least <= value <= most:
+        return value
+    relation, bound = (">=", least) if value < least else ("<=", most)
+    message = f"Invalid value for '{param}': expected an integer {relation} {bound}."
+    raise BadRequest(message, param=param, code=RANGE_CODES["int", relation])
 
 
 def refuse_unsupported(

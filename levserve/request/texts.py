@@ -12,7 +12,8 @@ def check_texts(texts: Texts, param: str) -> None:
     kinds = {type(item) for item in texts} if isinstance(texts, list) else {str}
     if len(kinds) != 1:
         wanted = "a string, or a non-empty list of strings, of token ids or of lists of token ids"
-        raise BadRequest(f"Invalid type for '{param}': expected {wanted}.", param=param, code="invalid_type")
+        what, code = ("type", "invalid_type") if kinds else ("value", "empty_array")
+        raise BadRequest(f"Invalid {what} for '{param}': expected {wanted}.", param=param, code=code)
 
 
 def split_texts(texts: Texts) -> list[str | list[int]]:

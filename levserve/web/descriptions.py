@@ -160,7 +160,7 @@ FIELDS = {
 OWN_FIELDS = {
     "ResponseBody": {
         "input": "a user's text, or a list of items: messages, calls of functions, their results and "
-        "thoughts",
+        "thoughts; required without `previous_response_id`",
         "stream_options": "accepted, but not `include_obfuscation: true`; needs `stream`",
         "top_logprobs": "so many alternatives for each token; asks for log-probabilities itself",
         "user": "repeated in the response",

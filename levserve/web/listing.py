@@ -9,10 +9,7 @@ from flask import request
 from msgspec import Struct
 
 from levserve.errors import BadRequest
-from levserve.request.decode import require_choice
-
-MAX_DIGITS = 18
-"""Of a number in a query or a form: Python reads longer ones slowly, or not at all."""
+from levserve.request.decode import read_integer, require_choice
 
 
 class HasId(Protocol):
@@ -43,20 +40,13 @@ def take_page(
     order = request.args.get("order", "desc")
     require_choice(order, ("asc", "desc"), "order")
     ordered = list(items) if order == "asc" else list(reversed(items))
-    limit = request.args.get("limit", str(default_limit))
-    if not is_number_within(limit, 1, max_limit):
-        raise BadRequest(f"'limit' must be an integer from 1 to {max_limit}.", param="limit")
+    limit = read_integer(request.args.get("limit", str(default_limit)), "limit", 1, max_limit)
     after = request.args.get("after")
     if after is not None:
         places = [place for place, item in enumerate(ordered) if item.id == after]
         if not places:
             raise BadRequest(f"There is no item with the id '{after[:64]}'.", param="after")
         ordered = ordered[places[0] + 1 :]
-    page = ordered[: int(limit)]
+    page = ordered[:limit]
     first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
     return kind(page, first_id, last_id, len(page) < len(ordered))
-
-
-def is_number_within(text: str, least: int, most: int) -> bool:
-    """Whether a text is a whole number in decimal digits, from `least` to `most`."""
-    return text.isdecimal() and len(text) <= MAX_DIGITS and least <= int(text) <= most

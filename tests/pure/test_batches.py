@@ -126,7 +126,8 @@ def test_the_sdk_uploads_runs_reads_lists_and_deletes(app: App) -> None:
             client.files.retrieve(uploaded.id)
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("batch_no")
-        assert client.batches.cancel(batch.id).status == "completed"
+        with pytest.raises(openai.ConflictError, match="Cannot cancel a batch with status 'completed'"):
+            client.batches.cancel(batch.id)
     samples = parse(app.client.get("/metrics").text)
     assert samples['levserve_batches{status="completed"}'] == 1
     assert samples['levserve_batches{status="in_progress"}'] == 0
@@ -250,8 +251,16 @@ def test_requests_that_are_refused(app: App) -> None:
         "/v1/batches/no",
     ):
         assert app.client.get(path).status_code == 404
-    for limit in ("0", "00000000200", "1" * 5000):
-        assert app.client.get(f"/v1/batches?limit={limit}").status_code == 400
+    for limit, code in (
+        ("0", "integer_below_min_value"),
+        ("-1", "integer_below_min_value"),
+        ("00000000200", "integer_above_max_value"),
+        ("1" * 5000, "integer_above_max_value"),
+        ("many", "invalid_type"),
+    ):
+        reply = app.client.get(f"/v1/batches?limit={limit}")
+        assert reply.status_code == 400 and reply.json is not None
+        assert (reply.json["error"]["param"], reply.json["error"]["code"]) == ("limit", code)
     assert app.client.get("/v1/files?after=none").status_code == 400
 
 

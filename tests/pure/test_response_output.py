@@ -219,7 +219,7 @@ def test_a_failure_tells_what_there_was() -> None:
     data += events.failure(Unavailable("The server shut down.", retry_after_seconds=1))
     last = read(data)[-1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "unavailable", "message": "The server shut down."}
+    assert last["response"]["error"] == {"code": "server_error", "message": "The server shut down."}
     assert last["response"]["output"][0]["content"][0]["text"] == "half"
     assert store.get(last["response"]["id"], "") is None
 

@@ -244,11 +244,15 @@ class TestRefusals:
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
             ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.name"),
+            ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.mode"),
+            ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
             ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
             ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]}}, "tool_choice"),
             ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-            ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format.schema"),
+            ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+            ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text.format.schema"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"max_output_tokens": 64}, "input"),
             ({"input": "t17 " * 1000}, "input"),
@@ -341,7 +345,7 @@ class TestStream:
             app.engine.begin_drain(time.monotonic() + 0.2)
             *_, last = asked.result()
         assert last["type"] == "response.failed"
-        assert last["response"]["error"]["code"] == "unavailable"
+        assert last["response"]["error"]["code"] == "server_error"
         assert text_of(last["response"]) == "t10"
 
     def test_there_is_no_done_mark(self, app: App) -> None:
@@ -369,6 +373,11 @@ class TestKept:
         app.client.delete(f"{PATH}/{first['id']}")
         ask(app, input="t31", previous_response_id=second["id"], max_output_tokens=1)
         assert prompt_of(app) == (17, 18, 10, 11, 12, 30, 10, 11, 12, 31, 9)
+
+    def test_a_conversation_may_go_on_without_new_input(self, app: App) -> None:
+        first = ask(app)
+        reply = app.post(PATH, {"model": "toy", "previous_response_id": first["id"]})
+        assert reply.status_code == 200 and prompt_of(app) == (17, 18, 10, 11, 12, 9)
 
     def test_a_response_that_is_not_stored_is_not_there(self, app: App) -> None:
         response = ask(app, store=False)

@@ -50,6 +50,12 @@ class ModelTools:
             return self.form.name
         return f"{self.form.name} (the chat template knows no tools)"
 
+    def max_calls(self, is_parallel: bool | None) -> int:
+        """How many calls one answer may have; None leaves that to the model's form."""
+        # A model that was not trained for calls repeats the same one again and again if it may.
+        may_repeat = self.form is not PROMPTED if is_parallel is None else is_parallel
+        return self.form.max_calls(is_parallel=may_repeat)
+
     def make_reader(self, asked: ToolRequest | None) -> PartReader | None:
         """Finds the calls in one answer; None if there can be none."""
         tools = () if asked is None else asked.callable_tools
@@ -67,9 +73,7 @@ class ModelTools:
         tools = asked.callable_tools
         if not tools:
             return content
-        # A model that was not trained for calls repeats the same one again and again if it may.
-        may_repeat = self.form is not PROMPTED if asked.is_parallel is None else asked.is_parallel
-        num_calls = self.form.max_calls(is_parallel=may_repeat)
+        num_calls = self.max_calls(asked.is_parallel)
         lark = Lark(self._tokenizer)
         if asked.mode is CallMode.AUTO and content is None and not self.form.is_at_start:
             rest = self.form.write_after_trigger(lark, tools, num_calls)

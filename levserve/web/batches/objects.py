@@ -52,7 +52,7 @@ class ExpiresAfter(Struct, frozen=True):
     anchor: str = "created_at"
 
     def __post_init__(self) -> None:
-        require_choice(self.anchor, ("created_at",), "anchor")
+        require_choice(self.anchor, ("created_at",), "output_expires_after.anchor")
 
 
 class BatchBody(Struct, frozen=True, kw_only=True):
@@ -70,6 +70,7 @@ class BatchBody(Struct, frozen=True, kw_only=True):
             raise BadRequest(
                 "'completion_window' must be a number of hours or days up to 30 days, such as '24h' or '7d'.",
                 param="completion_window",
+                code="invalid_value",
             )
 
     @property

@@ -9,7 +9,7 @@ from gunicorn.http.errors import NoMoreData, ParseException
 from werkzeug.exceptions import UnsupportedMediaType
 
 from levserve.errors import BadRequest, Conflict, NotFound
-from levserve.request.decode import decode, missing, require_choice
+from levserve.request.decode import decode, missing, read_integer, require_choice
 from levserve.settings.settings import Settings
 from levserve.web.auth import key_owner
 from levserve.web.batches.files import FileStore
@@ -27,7 +27,7 @@ from levserve.web.batches.store import BatchStore
 from levserve.web.batches.worker import BatchWorker
 from levserve.web.cors import Cors
 from levserve.web.json_body import json_response, read_body
-from levserve.web.listing import is_number_within, take_page
+from levserve.web.listing import take_page
 
 PURPOSE = "batch"
 BLOCK_BYTES = 1 << 16
@@ -152,10 +152,6 @@ def _expiry(seconds: str | None, anchor: str | None) -> int | None:
         return None
     if anchor is not None:
         require_choice(anchor, ("created_at",), "expires_after.anchor")
-    least, most = LEAST_EXPIRY_SECONDS, MOST_EXPIRY_SECONDS
-    if seconds is None or not is_number_within(seconds, least, most):
-        raise BadRequest(
-            f"'expires_after.seconds' must be an integer from {least} to {most}.",
-            param="expires_after.seconds",
-        )
-    return int(seconds)
+    if seconds is None:
+        raise missing("expires_after.seconds")
+    return read_integer(seconds, "expires_after.seconds", LEAST_EXPIRY_SECONDS, MOST_EXPIRY_SECONDS)

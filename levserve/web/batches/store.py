@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from levserve.errors import Overloaded
+from levserve.errors import Conflict, Overloaded
 from levserve.web.batches.disk import DiskFolder
 from levserve.web.batches.objects import BatchBody, BatchObject, RequestCounts, StoredBatch, is_ended
 from levserve.web.state_files import write_whole
@@ -124,6 +124,8 @@ class BatchStore:
         with self._lock:
             stored = self._records[batch_id]
             batch = stored.batch
+            if is_ended(batch):
+                raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
             if batch.status in ("validating", "in_progress"):
                 batch = structs.replace(batch, status="cancelling", cancelling_at=self.now())
                 self._put(structs.replace(stored, batch=batch))

@@ -101,7 +101,7 @@ class ResponseChat(ChatBody, frozen=True, kw_only=True):
 
 class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
     model: ModelName
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -136,6 +136,8 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, UNSUPPORTED_IN_RESPONSES)
+        if self.input is None and self.previous_response_id is None:
+            raise missing("input")
         require_choice(self.truncation or TRUNCATIONS[0], TRUNCATIONS, "truncation")
         if self.text is not None and self.text.format is not None:
             _check_format(self.text.format)
@@ -158,7 +160,7 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
         """The chat whose answer is the response, with the items of its whole history; raises `BadRequest`."""
         messages = make_messages(self.instructions, items)
         if not messages:
-            raise BadRequest("'input' has no message.", param="input")
+            raise BadRequest("'input' has no message.", param="input", code="empty_array")
         with RESPONSE_NAMES.in_errors():
             return ResponseChat(
                 model=self.model,
@@ -192,8 +194,11 @@ class ResponseBody(RefusedInResponses, frozen=True, kw_only=True):
 
 def _check_format(asked: TextFormat) -> None:
     require_choice(asked.type, FORMATS, "text.format.type")
-    if asked.type == "json_schema" and asked.schema is None:
-        raise missing("text.format.schema")
+    if asked.type == "json_schema":
+        if asked.schema is None:
+            raise missing("text.format.schema")
+        if asked.name is None:
+            raise missing("text.format.name")
     _check_depth(asked.schema, "text.format.schema")
 
 
@@ -237,6 +242,10 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
             return _nested(name)
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": _allowed(tools)}}
+        case {"type": "function"}:
+            raise missing("tool_choice.name")
+        case {"type": "allowed_tools", **rest}:
+            raise missing("tool_choice.tools" if "mode" in rest else "tool_choice.mode")
         case {"type": str(kind)}:
             require_choice(kind, ("function", "allowed_tools"), "tool_choice.type")
     return choice

@@ -38,7 +38,7 @@ class Exchange:
         self.draft = draft_response(body, is_stored=body.is_stored and store.is_open)
 
     def begin(self, run: Run) -> ResponseObject:
-        return begin_response(self.draft, run)
+        return begin_response(self.draft, run, self.chat.parallel_tool_calls)
 
     def end(self, begun: ResponseObject, output: Output, run: Run) -> ResponseObject:
         """Returns the response of an answer that has ended, and stores it if it is to be kept."""

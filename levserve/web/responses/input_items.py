@@ -109,8 +109,10 @@ class InputItem(Struct, frozen=True, omit_defaults=True, kw_only=True):
         return structs.replace(item, content=parts)
 
 
-def read_input(given: str | Sequence[InputItem], history: Iterable[InputItem]) -> list[InputItem]:
+def read_input(given: str | Sequence[InputItem] | None, history: Iterable[InputItem]) -> list[InputItem]:
     """The items of a request's `input`, checked; a text is a user's message. Raises `BadRequest`."""
+    if given is None:
+        return []
     if isinstance(given, str):
         return [InputItem(role="user", content=given)]
     calls = {item.call_id for item in history if item.type == "function_call"}

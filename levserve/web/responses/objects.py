@@ -23,6 +23,8 @@ from levserve.web.responses.body import (
 from levserve.web.responses.input_items import make_id
 from levserve.web.run import Run
 
+FAILURE_CODES = {429: "rate_limit_exceeded"}
+"""OpenAI's codes of a failed response, by the status that the error would have had."""
 PLAIN_TEXT = TextFormat("text")
 
 
@@ -151,12 +153,15 @@ def draft_response(body: ResponseBody, *, is_stored: bool) -> ResponseObject:
     )
 
 
-def begin_response(draft: ResponseObject, run: Run) -> ResponseObject:
+def begin_response(draft: ResponseObject, run: Run, is_parallel: bool | None) -> ResponseObject:
     """The draft with what the run's policy changed."""
     temperature = run.body.temperature
     return structs.replace(
         draft,
         model=run.model_name or run.model.name,
+        parallel_tool_calls=(
+            run.model.tools.max_calls(is_parallel) > 1 if draft.tools else draft.parallel_tool_calls
+        ),
         max_output_tokens=run.body.max_length,
         temperature=draft.temperature if temperature is None else temperature,
         warnings=[RESPONSE_NAMES.rename_quoted(warning) for warning in run.warnings] or UNSET,
@@ -166,7 +171,7 @@ def begin_response(draft: ResponseObject, run: Run) -> ResponseObject:
 def fail_response(
     begun: ResponseObject, error: ServeError, output: Sequence[OutputItem] = ()
 ) -> ResponseObject:
-    code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
+    code = FAILURE_CODES.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
     return structs.replace(
         begun, status=Status.FAILED, output=output, error=ResponseError(code, error.message)
     )
