@@ -374,6 +374,13 @@ class TestKept:
         ask(app, input="t31", previous_response_id=second["id"], max_output_tokens=1)
         assert prompt_of(app) == (17, 18, 10, 11, 12, 30, 10, 11, 12, 31, 9)
 
+    @pytest.mark.parametrize(("asked", "wanted"), [({}, False), ({"parallel_tool_calls": True}, True)])
+    def test_a_response_says_whether_it_may_have_several_calls(
+        self, app: App, asked: dict[str, bool], wanted: bool
+    ) -> None:
+        """The model's template knows no tools, so it may repeat calls only if asked to."""
+        assert ask(app, tools=[TOOL], **asked)["parallel_tool_calls"] is wanted
+
     def test_a_conversation_may_go_on_without_new_input(self, app: App) -> None:
         first = ask(app)
         reply = app.post(PATH, {"model": "toy", "previous_response_id": first["id"]})
