@@ -86,10 +86,6 @@ class Leader:
                 self._admit(connection, address[0])
         self.send(FrameKind.WELCOME)
 
-    def host_ids(self) -> list[int]:
-        """The followers that have joined."""
-        return sorted(self._peers)
-
     def send(self, kind: FrameKind, number: int = 0, payload: Sequence[memoryview] = ()) -> None:
         """Sends to all followers; raises `PeerLost` if one cannot be reached."""
         for host_id, peer in list(self._peers.items()):
@@ -152,7 +148,7 @@ class Leader:
             connection.close()
             return
         peer = Peer(connection, self._silent_seconds)
-        reason = self._find_fault(identity, peer)
+        reason = self._find_fault(identity)
         if reason is None:
             self._add(identity.host_id, peer)
             return
@@ -161,7 +157,7 @@ class Leader:
         peer.try_to_refuse(reason, ConfigError.exit_code)
         peer.close()
 
-    def _find_fault(self, identity: Identity, peer: Peer) -> str | None:
+    def _find_fault(self, identity: Identity) -> str | None:
         if difference := find_difference(self._identity, identity):
             return difference
         try:

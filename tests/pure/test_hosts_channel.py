@@ -226,7 +226,7 @@ def test_two_hosts_cannot_have_one_number() -> None:
     with group_of(3) as group:
         gathering = group.gather()
         first = group.follower(1)
-        wait_until(lambda: 1 in group.leader.host_ids())
+        wait_until(lambda: 1 in group.leader._peers)
         second = group.follower(1)
         with pytest.raises(ConfigError, match="host 1 has already joined, from 127.0.0.1"):
             second.expect(FrameKind.WELCOME)
@@ -348,7 +348,7 @@ def test_a_follower_that_is_asked_to_end_before_all_are_there_goes_alone(
     with group_of(3) as group:
         gathering = group.gather()
         first = group.follower(1)
-        wait_until(lambda: group.leader.host_ids() == [1])
+        wait_until(lambda: list(group.leader._peers) == [1])
         first.leave(is_orderly=True)
         wait_until(lambda: "host 1 at 127.0.0.1 was asked to end; it may come back" in caplog.text)
         first.close()
