@@ -113,7 +113,7 @@ FIELDS = {
     "presence_penalty": "subtracted from the logit of every token that was generated",
     "previous_response_id": "a stored response to go on from: its input and output come first",
     "priority": "requests with a smaller number are served first; default 0",
-    "prompt": "what to continue or tokenize",
+    "prompt": "what to continue",
     "prompt_logprobs": "log-probabilities of the prompt's tokens and of so many alternatives; "
     "not with `stream`",
     "prompts": "the texts",
@@ -181,8 +181,10 @@ OWN_FIELDS = {
     },
     "MessageBody": {
         "max_tokens": "the most tokens to generate, cut to what fits the context",
+        "metadata": "accepted and ignored",
         "tool_choice": "`auto` (default), `any`, `tool` with its `name`, or `none`, as an object",
         "tools": "tools with `name`, `description` and `input_schema`; at most 128",
+        "top_k": "keep the k likeliest tokens; 0 keeps all",
     },
     "PromptBody": {"tool_choice": "as in a message", "tools": "as in a message"},
     "ScoreBody": {
@@ -190,6 +192,7 @@ OWN_FIELDS = {
         "return_token_ids": "also return the token ids: `prompt_token_ids`, and `token_ids` of the "
         "continuations",
     },
+    "TokenizeBody": {"prompt": "what to tokenize"},
     "ReloadBody": {"model": "a model to take the weights from, as `--model` names it"},
 }
 """What a field means in a body where it means something else."""
