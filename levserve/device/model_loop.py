@@ -2,8 +2,9 @@
 
 A `step` plans and dispatches a round and then reads the one before, so that the device never waits for
 Python. It reads first if the next plan depends on those tokens: to make drafts from them, or masks when all
-rows are constrained. The device then waits for about a millisecond. Every accepted
-sequence ends with exactly one finishing batch, also on failure.
+rows are constrained. The device then waits for about a millisecond.
+
+Every accepted sequence ends with exactly one finishing batch, also on failure.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from levserve.engine.engine import IDLE_BEAT_SECONDS, Engine
@@ -82,7 +83,7 @@ def _follow(follower: Follower, settings: Settings, engine: Engine, *, report: C
     with explained(f"{human(description.expected_weight_bytes)} for the weights", FEWER_BYTES, free):
         arrays = description.load_arrays(report)
     weight_bytes = sum(map(device_bytes, arrays.values()))
-    sizes = size(description, weight_bytes, agree=lambda free: _agree(follower, free))
+    sizes = size(description, weight_bytes, agree=partial(_agree, follower))
     asked, advice = description.explain_memory(sizes)
     with explained(asked, advice, free):
         runner = description.make_runner(arrays, sizes, engine.metrics)

@@ -63,7 +63,7 @@ class Loader(Protocol):
 
 
 class Registry:
-    """Any thread may call its methods; `put`, `open` and `set_loader` are for the start."""
+    """Any thread may call its methods; `publish`, `put`, `open` and `set_loader` are for the start."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -54,7 +54,7 @@ class Message(RefusedInMessage, frozen=True, kw_only=True):
             raise missing(f"{path}.name")
         if self.calls and self.role != "assistant":
             raise BadRequest(
-                f"Only an assistant's message can have calls, not '{path}.tool_calls'.",
+                f"'{path}.tool_calls' is only allowed in an assistant's message.",
                 param=f"{path}.tool_calls",
             )
         check_calls(self.calls, f"{path}.tool_calls")

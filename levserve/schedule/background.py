@@ -19,12 +19,11 @@ from levserve.schedule.slots import Slots
 
 REST_ROUNDS = 256
 """In one of this many rounds no work rests: it lengthens fewer than one in a hundred gaps between tokens."""
-
-
 MAX_SLOWDOWN = 1.15
 """How many times as long background rows may make a step: gaps of live streams stay within 1.2 times."""
 PREFILL_PART = 15
-"""A background prompt gets one part in this many of what a round may prefill: a tenth of its decode time."""
+"""A background prompt gets 1/15 of what a round may prefill. That limit is at most 1.5 times the round's
+decode time (`pace.PREFILL_SHARE`), so this is a tenth of it or less."""
 CYCLE = 8
 """Of this many rounds beside live work, the first is measured without background work, and the fifth takes a
 background prompt instead of background rows."""

@@ -24,11 +24,11 @@ LEAST_DRAFT_GAIN = 0.5
 COST_WEIGHT = 1 / 8
 TRIAL_TURNS = 4
 """Turns, over all rows, in which the gain of a draft model is measured whenever it is tried again."""
-FRESH_STEPS = 320
-"""As `FRESH_ROUNDS`, in steps, for a draft model, which costs something to try: a percent if it is no use."""
 FRESH_ROUNDS = 40
 """A cost not measured for this many rounds of the other kind is forgotten and tried again: contexts and load
 change."""
+FRESH_STEPS = 320
+"""The same for a draft model, in steps: trying one that is no use then costs about one percent."""
 
 
 def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
