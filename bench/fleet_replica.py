@@ -181,7 +181,7 @@ class Replica:
         allowed = self.costs.prefill_tokens if busy_tokens is None else busy_tokens
         left = max(allowed, size if is_deep else 2 * size)
         while left >= size:
-            if not self._prefilling and not self._admit():
+            if not self._prefilling and not self._place_next():
                 break
             request = self._prefilling[0]
             limit = min(left, self.costs.prefill_tokens) // size * size
@@ -195,7 +195,7 @@ class Replica:
                 priming.append(self._prefilling.popleft())
         return num_prefill, priming
 
-    def _admit(self) -> bool:
+    def _place_next(self) -> bool:
         """Gives the next request a slot, if a request waits and a slot is free."""
         if not self.waiting or self._num_seated == self.costs.max_running:
             return False

@@ -334,8 +334,8 @@ class Deltas(Iterator[tuple[int, Delta]]):
         """On `time.monotonic`'s clock."""
 
     @property
-    def admitted_at(self) -> float | None:
-        return self._stream.admitted_at
+    def placed_at(self) -> float | None:
+        return self._stream.placed_at
 
     @property
     def is_ended(self) -> bool:

@@ -236,7 +236,7 @@ class FakeDevice(threading.Thread):
             case Submit(request):
                 self.requests.append(request)
                 row = self.row_kind(message, self._tokenizer.vocab_size, self._obeys)
-                message.stream.note_admitted(time.monotonic())
+                message.stream.note_placed(time.monotonic())
                 if not row.is_told(LOSE):
                     self._rows[request.request_id] = row
                 self.tell("submit", request.request_id)

@@ -10,19 +10,19 @@ def make_timings(
     *,
     started: float,
     submitted: float | None,
-    admitted: float | None,
+    placed: float | None,
     first_token: float | None,
     num_tokens: int,
 ) -> Timings:
     """The timings up to `now`; all times are on one clock. A phase that has not begun took no time."""
     submitted = submitted or now
-    admitted = admitted or now
+    placed = placed or now
     first = first_token or now
     num_later = num_tokens - 1
     return Timings(
         prepare_ms=_milliseconds(submitted - started),
-        queue_ms=_milliseconds(admitted - submitted),
-        prefill_ms=_milliseconds(first - admitted),
+        queue_ms=_milliseconds(placed - submitted),
+        prefill_ms=_milliseconds(first - placed),
         first_token_ms=None if first_token is None else _milliseconds(first - started),
         decode_ms=_milliseconds(now - first),
         total_ms=_milliseconds(now - started),

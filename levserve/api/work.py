@@ -72,9 +72,9 @@ class Work:
         self._waiting: WaitingWork | None = None
 
     @property
-    def admitted_at(self) -> float | None:
+    def placed_at(self) -> float | None:
         """When the first of its sequences got a row, on `time.monotonic`'s clock."""
-        return None if self._stream is None else self._stream.admitted_at
+        return None if self._stream is None else self._stream.placed_at
 
     def start(self) -> None:
         job = self._job

@@ -62,7 +62,7 @@ class Moments(NamedTuple):
 
     started: float
     submitted: float | None = None
-    admitted: float | None = None
+    placed: float | None = None
     first_token: float | None = None
 
 

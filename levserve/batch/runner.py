@@ -85,9 +85,9 @@ class RunningLine:
 
     @property
     def moments(self) -> Moments:
-        times = [part.admitted_at for part in self.parts]
-        admitted = min((moment for moment in times if moment is not None), default=None)
-        return Moments(self.started, self.submitted, admitted, self.first_token)
+        times = [part.placed_at for part in self.parts]
+        placed = min((moment for moment in times if moment is not None), default=None)
+        return Moments(self.started, self.submitted, placed, self.first_token)
 
     def cancel(self) -> None:
         for part in self.parts:

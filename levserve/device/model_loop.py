@@ -38,13 +38,13 @@ class RequestState:
     stream: TokenStream
     index: int
     arrival: float
-    admitted: float | None = None
+    placed: float | None = None
     first_token: float | None = None
     last_token: float | None = None
 
     @property
     def phase(self) -> str:
-        if self.admitted is None:
+        if self.placed is None:
             return "queued"
         return "prefill" if self.first_token is None else "decode"
 
@@ -208,7 +208,7 @@ class ModelLoop:
     def _note_first(self, state: RequestState, now: float) -> None:
         state.first_token = now
         self._metrics.ttft.observe(now - state.arrival)
-        self._metrics.prefill_time.observe(now - (state.admitted or now))
+        self._metrics.prefill_time.observe(now - (state.placed or now))
 
     def _note_end(self, state: RequestState, update: SequenceUpdate, now: float) -> None:
         metrics, request = self._metrics, update.sequence.request
@@ -230,11 +230,11 @@ class ModelLoop:
 
     def _note_plan(self, plan: RoundPlan) -> None:
         metrics, now = self._metrics, time.monotonic()
-        for sequence in plan.admitted:
+        for sequence in plan.placed:
             state = self._requests[sequence.request.request_id]
-            if state.admitted is None:  # else it was preempted
-                state.admitted = now
-                state.stream.note_admitted(now)
+            if state.placed is None:  # else it was preempted
+                state.placed = now
+                state.stream.note_placed(now)
                 metrics.queue_time.observe(now - state.arrival)
                 metrics.prefix_hit_tokens.inc(sequence.num_cached or 0)
         for sequence, lost in plan.preempted:

@@ -95,8 +95,8 @@ class Runner(Executor):
             plan = replace(plan, rows=tuple(sorted(plan.rows, key=lambda row: row.position, reverse=True)))
         if plan.tainted:
             self.fill_pages(plan.tainted, 0.0)
-        for sequence in plan.admitted:
-            self._admit(sequence)
+        for sequence in plan.placed:
+            self._fill_slot(sequence)
         self._mask(plan)
         mixed = self._mixed_shape(plan) if may_mix else None
         if mixed is not None:
@@ -137,7 +137,7 @@ class Runner(Executor):
         size = self.programs.decode(len(rows), self._slots.mode_of(rows)).size
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _fill_slot(self, sequence: Sequence) -> None:
         self._slots.take_rules(sequence)
         if not needs_memory(sequence.request):
             return

@@ -85,8 +85,8 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
 
     def dispatch(self, plan: RoundPlan, *, may_mix: bool = False) -> TextRound:
         """Starts a planned round; a text that several sequences need is computed once."""
-        for sequence in plan.admitted:
-            self._admit(sequence)
+        for sequence in plan.placed:
+            self._fill_slot(sequence)
         self._hold(plan)
         chunks = [ChunkCells() for _ in plan.chunks]
         rows: list[Cell | None] = [None] * len(plan.rows)
@@ -180,7 +180,7 @@ class TextRunner(ModelRunner[TextShape, TextPrograms, TextState]):
         outputs.copy_to_host_async()
         return outputs
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _fill_slot(self, sequence: Sequence) -> None:
         self._slots.take_rules(sequence)
         if needs_memory(sequence.request):
             assert self._set_memory is not None

@@ -15,7 +15,7 @@ OnBatch = Callable[[int, TokenBatch], TokenBatch | None]
 class TokenStream:
     """Carries the batches of one HTTP request's sequences (several prompts, or n > 1) to its one reader.
 
-    The writer calls `put` and `note_admitted`, which never block; the reader calls `get` or iterates; any
+    The writer calls `put` and `note_placed`, which never block; the reader calls `get` or iterates; any
     thread may call `close`, any number of times. Every sequence ends with exactly one batch whose `finish` is
     set. The queue needs no bound of its own: admission bounded what can be in it.
 
@@ -32,12 +32,12 @@ class TokenStream:
         self._lock = threading.Lock()
         self._on_batch: OnBatch | None = None
         self._unfinished = set(range(len(request_ids)))
-        self.admitted_at: float | None = None
+        self.placed_at: float | None = None
         """When the first of the sequences got a row, on `time.monotonic`'s clock."""
 
-    def note_admitted(self, now: float) -> None:
-        if self.admitted_at is None:
-            self.admitted_at = now
+    def note_placed(self, now: float) -> None:
+        if self.placed_at is None:
+            self.placed_at = now
 
     def put(self, index: int, batch: TokenBatch) -> None:
         with self._lock:

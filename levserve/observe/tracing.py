@@ -40,7 +40,7 @@ class TracedRequest(Protocol):
     carrier: Mapping[str, str]
 
     @property
-    def admitted(self) -> float | None: ...
+    def placed(self) -> float | None: ...
 
     @property
     def first_token(self) -> float | None: ...
@@ -119,7 +119,7 @@ def _make_exporter(destination: str) -> SpanExporter:
 
 def _stages(record: TracedRequest, ended: float) -> list[tuple[str, float, float]]:
     """Name, start and end of each stage that the request reached."""
-    starts = {"queue": record.submitted, "prefill": record.admitted, "decode": record.first_token}
+    starts = {"queue": record.submitted, "prefill": record.placed, "decode": record.first_token}
     stages = []
     end = ended
     for name, start in reversed(starts.items()):

@@ -41,7 +41,7 @@ class PagedSlots(Slots):
             missing -= self.pool.num_available - num_available
         return preempted
 
-    def admit(self) -> Sequence | None:
+    def place_next(self) -> Sequence | None:
         """Moves the head of the queue into a free slot if there are pages for all its tokens and the next."""
         sequence = self.waiting.first()
         if sequence is None or not self._free_slots or sequence.num_pending > 0:

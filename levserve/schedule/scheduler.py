@@ -3,8 +3,8 @@
 Called by the device loop only. Plain Python over numbers: no arrays, no clock of its own, no threads. The
 order is by priority, and first come, first served among equals, also after a preemption: a sequence that lost
 its pages keeps its tokens and its place. A waiting sequence that outranks a running one takes its slot or its
-pages where none are free. No sequence waits forever: after every `RAISE_EVERY` admissions, the one of the
-waiting sequences that arrived first is raised to the highest priority present, and keeps it. Background work
+pages where none are free. No sequence waits forever: each time `RAISE_EVERY` slots were given out, the
+waiting sequence that arrived first is raised to the highest priority present, and keeps it. Background work
 rests while there is other work that it would slow down noticeably; see `background.py`.
 
 A round may be planned before the last one has been read back. The number of tokens in flight is known and
@@ -143,18 +143,18 @@ class Scheduler(SlotScheduler[PagedSlots]):
     ) -> RoundPlan:
         """`beside` is what background work may do; None if it runs like any other."""
         rows = self._plan_rows(preempted, beside)
-        admitted: list[Sequence] = []
+        placed: list[Sequence] = []
         forks: list[Fork] = []
         busy_tokens = self.budget.busy_tokens
         if max_prefill is not None:
             busy_tokens = min(busy_tokens, max_prefill)
         rests = beside is not None
-        chunks = self._plan_chunks(busy_tokens if rows else None, admitted, forks, rests=rests)
+        chunks = self._plan_chunks(busy_tokens if rows else None, placed, forks, rests=rests)
         if beside is not None and rows and not chunks and beside.tokens >= self.budget.least_tokens:
-            chunks = self._plan_chunks(beside.tokens, admitted, forks, rests=False)
+            chunks = self._plan_chunks(beside.tokens, placed, forks, rests=False)
         tainted = self._committer.take_tainted()
         return RoundPlan(
-            tuple(chunks), tuple(rows), tuple(admitted), tuple(preempted), tuple(forks), tuple(tainted)
+            tuple(chunks), tuple(rows), tuple(placed), tuple(preempted), tuple(forks), tuple(tainted)
         )
 
     def _plan_rows(self, preempted: list[tuple[Sequence, int]], beside: Allowance | None) -> list[Row]:
@@ -246,7 +246,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return True
 
     def _plan_chunks(
-        self, busy_tokens: int | None, admitted: list[Sequence], forks: list[Fork], *, rests: bool
+        self, busy_tokens: int | None, placed: list[Sequence], forks: list[Fork], *, rests: bool
     ) -> list[Chunk]:
         """Spends the prefill budget on sequences that prefill already, then on the queue; at least one small
         chunk.
@@ -266,10 +266,10 @@ class Scheduler(SlotScheduler[PagedSlots]):
                 head = self._slots.waiting.first()
                 if rests and head is not None and head.priority >= BACKGROUND:
                     break
-                sequence = self._slots.admit()
+                sequence = self._slots.place_next()
                 if sequence is None:
                     break
-                admitted.append(sequence)
+                placed.append(sequence)
                 fork = self._fork(sequence)
                 if fork is not None:
                     forks.append(fork)
@@ -300,7 +300,7 @@ class Scheduler(SlotScheduler[PagedSlots]):
         return Chunk(sequence, sequence.slot, start, count, is_last)
 
     def _fork(self, sequence: Sequence) -> Fork | None:
-        """Lets an admitted sequence start from the computed prompt of a running one that shares it.
+        """Lets a sequence with a new slot start from the computed prompt of a running one that shares it.
 
         The last token of the prompt is decoded, not prefilled: its KV exists, but each sequence draws its own
         next token.

@@ -33,7 +33,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int | None = None
-    """Prompt tokens found in the prefix cache on first admission; None before it."""
+    """Prompt tokens found in the prefix cache when it first got a slot; None before that."""
     num_scored: int = 0
     """Prompt tokens whose log-probabilities were delivered."""
     num_remembered: int = 0
@@ -164,7 +164,8 @@ class RoundPlan:
 
     chunks: tuple[Chunk, ...]
     rows: tuple[Row, ...]
-    admitted: tuple[Sequence, ...]
+    placed: tuple[Sequence, ...]
+    """Sequences that got a slot."""
     preempted: tuple[tuple[Sequence, int], ...]
     """Sequences that lost their pages, each with the number of computed tokens that were lost."""
     forks: tuple[Fork, ...] = ()

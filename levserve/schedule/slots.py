@@ -11,8 +11,8 @@ from levserve.schedule.request import BACKGROUND, FinishReason, TokenBatch
 from levserve.schedule.sequence import Sequence, SequenceUpdate
 
 RAISE_EVERY = 16
-"""After this many admissions the longest wait decides instead of priority: at most one in this many goes to
-low-priority work while more important work waits."""
+"""After this many slots are given out, the longest wait decides instead of priority: at most one in this many
+goes to low-priority work while more important work waits."""
 
 
 class Slots:
@@ -56,7 +56,7 @@ class Slots:
         self.preempt(last)
         return [preempted]
 
-    def admit(self) -> Sequence | None:
+    def place_next(self) -> Sequence | None:
         """Moves the head of the queue into a free slot, if there is one and it has all that it needs."""
         sequence = self.waiting.first()
         if sequence is None or not self._free_slots:
@@ -134,7 +134,7 @@ class Slots:
         self._raise_oldest()
 
     def _raise_oldest(self) -> None:
-        """At every `RAISE_EVERY`th admission, raises the sequence that has waited longest to the front."""
+        """Each time `RAISE_EVERY` slots were given out, raises the longest-waiting sequence to the front."""
         self._until_raise -= 1
         if self._until_raise > 0:
             return

@@ -111,7 +111,7 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         Beside running streams it computes `max_prefill` tokens for scores at most, but always one text.
         """
         preempted = self._slots.make_way()
-        while self._slots.admit() is not None:
+        while self._slots.place_next() is not None:
             pass
         self._turn += 1
         rests = is_resting(self._slots) and not self._rest.takes_turn()

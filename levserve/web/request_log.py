@@ -48,9 +48,9 @@ class RequestLog:
     """The headers in which the client says which trace the request belongs to."""
 
     @property
-    def admitted(self) -> float | None:
-        """When the device began to work on it."""
-        times = (deltas.admitted_at for deltas in self.deltas)
+    def placed(self) -> float | None:
+        """When the first of its sequences got a row."""
+        times = (deltas.placed_at for deltas in self.deltas)
         return min((moment for moment in times if moment is not None), default=None)
 
     @property
@@ -86,7 +86,7 @@ class RequestLog:
             time.monotonic() if now is None else now,
             started=self.started,
             submitted=self.submitted,
-            admitted=self.admitted,
+            placed=self.placed,
             first_token=self.first_token,
             num_tokens=self.completion_tokens,
         )
@@ -141,6 +141,6 @@ class RequestLog:
         return fields
 
     def _phase(self) -> str:
-        if self.admitted is None:
+        if self.placed is None:
             return "queued"
         return "prefill" if self.first_token is None else "decode"

@@ -105,7 +105,7 @@ class Rounds:
         self.masks: dict[int, tuple[int, int]] = {}
 
     def run(self, plan: RoundPlan) -> tuple[list[Sampled], list[Sampled]]:
-        for sequence in plan.admitted:  # the slot may still have its last sequence's mask
+        for sequence in plan.placed:  # the slot may still have its last sequence's mask
             if sequence.slot is not None:
                 self.masks.pop(sequence.slot, None)
         for row in plan.rows:

@@ -82,7 +82,7 @@ def test_what_runs_goes_on_and_what_comes_later_computes_its_own() -> None:
     assert server.outputs["old"] == server.outputs["new"] and len(server.outputs["old"]) == 12
     assert (rounds.oldest["old"], rounds.oldest["new"]) == (0, 1)
     server.submit(ask("newer", prompt, 1))
-    assert server.step().admitted[0].num_cached == 8  # computed by "new"
+    assert server.step().placed[0].num_cached == 8  # computed by "new"
 
 
 def test_a_page_that_two_sets_of_weights_filled_is_nobody_elses() -> None:

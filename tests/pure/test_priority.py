@@ -86,7 +86,7 @@ def test_work_of_low_priority_ends_although_more_important_work_never_stops_comi
     raise AssertionError("somebody starves")
 
 
-def test_important_work_keeps_most_of_the_admissions_while_other_work_is_raised() -> None:
+def test_important_work_keeps_most_of_the_slots_while_other_work_is_raised() -> None:
     server = make(num_pages=64, num_slots=1)
     for number in range(100):
         server.submit(ask(f"low-{number}", (number % 13,), 1, priority=1))
