@@ -28,6 +28,10 @@ WRONG_TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
 WRONG_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
 OUT_OF_RANGE = re.compile(r"Expected `(\w+)` ((.+) \S+)")
 
+# msgspec calls it truncated data. JavaScript makes it of a text that is cut in the middle of an emoji.
+HALF_CHARACTER = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+HALF_PAIR = "a text has one half of a surrogate pair, such as '\\ud83d' without the escape that follows it"
+
 # OpenAI's error code for a value out of range, by its type and the bound that msgspec reports.
 RANGE_CODES = {
     ("int", ">="): "integer_below_min_value",
@@ -73,7 +77,8 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from None
+        problem = HALF_PAIR if HALF_CHARACTER.search(data) else error
+        raise BadRequest(f"The body is not valid JSON: {problem}.") from None
     except RecursionError:
         raise BadRequest("The body is nested too deeply.") from None
 

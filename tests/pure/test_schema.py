@@ -66,7 +66,7 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: list[Any]) -> None:
 @pytest.mark.parametrize("prompt", [[], ["one", 2], [[1], 2], ["one", [2]]])
 def test_a_prompt_list_holds_one_kind_of_thing(prompt: Any) -> None:
     error = refused(prompt=prompt)
-    assert (error.param, error.code) == ("prompt", "invalid_type")
+    assert (error.param, error.code) == ("prompt", "invalid_type" if prompt else "empty_array")
 
 
 @pytest.mark.parametrize(
@@ -331,6 +331,14 @@ def test_what_is_not_json_has_neither_param_nor_code(data: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(data, CompletionBody)
     assert (caught.value.param, caught.value.code) == (None, None)
+
+
+def test_half_of_an_emoji_is_called_that() -> None:
+    body = json.dumps({"model": "m", "prompt": "\U0001f642"})
+    assert decode(body.encode(), CompletionBody).prompt == "\U0001f642"
+    for cut in ("\\ud83d", "\\ud83d and more"):
+        with pytest.raises(BadRequest, match="one half of a surrogate pair"):
+            decode(f'{{"model": "m", "prompt": "{cut}"}}'.encode(), CompletionBody)
 
 
 @pytest.mark.parametrize("data", [b"[]", b"null", b'"text"', b"3"])
