@@ -17,11 +17,12 @@ from typing import BinaryIO
 from gunicorn.http.errors import LimitRequestHeaders
 from gunicorn.http.unreader import Unreader
 
-from levserve.errors import BodyTooLarge, Unavailable
+from levserve.errors import BadRequest, BodyTooLarge, Unavailable
 
 MAX_HEAD_BYTES = 2**16  # gunicorn allows 100 fields of 8 KiB, more than any client needs
 MAX_LINE_BYTES = 8190  # for a chunk's size and its extensions, as in gunicorn
-FRAMING_BYTES = 2**16  # a chunked body's framing may take this much more than the largest body
+FRAMING_BYTES, FRAMING_SHARE = 2**16, 8
+"""What surrounds a body's chunks may take so many bytes, and one for so many of the largest body."""
 UPLOAD_START = b"POST /v1/files "  # the one path whose bodies may be as large as files
 UPLOAD_BLOCK_BYTES = 2**16
 UPLOAD_RETRY_SECONDS = 60.0
@@ -84,6 +85,7 @@ class RequestBuffer:
         self, max_body_bytes: int, max_upload_bytes: int = 0, upload_folder: str | None = None
     ) -> None:
         self._max_body_bytes = max_body_bytes
+        self._max_framing = FRAMING_BYTES + max_body_bytes // FRAMING_SHARE
         self._max_upload_bytes = max_upload_bytes
         self._upload_folder = upload_folder
         self._data = bytearray()
@@ -97,12 +99,13 @@ class RequestBuffer:
         self._limit = self._max_body_bytes
         self._num_uploaded = 0
         self._upload_error: OSError | None = None
-        self._chunk_start = 0
         self._is_chunked = False
+        self._chunks = bytearray()
+        self._num_framing = 0
         self._expects_continue = False
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._data) + len(self._chunks)
 
     @property
     def has_head(self) -> bool:
@@ -184,7 +187,7 @@ class RequestBuffer:
                     expects.append(value.lower())
         length = lengths[0] if lengths else b"0"
         is_number = length.isdigit() and len(length) < 19
-        self._head_len = self._chunk_start = head_len
+        self._head_len = head_len
         self._body_len = int(length) if is_number else 0
         self._is_chunked = codings[-1:] == [b"chunked"]
         expects_continue = expects == [b"100-continue"]
@@ -232,35 +235,60 @@ class RequestBuffer:
         return self._cut(end) if len(self._data) >= end else None
 
     def _take_chunked(self) -> RawRequest | None:
-        while (
-            line_end := self._data.find(b"\r\n", self._chunk_start, self._chunk_start + MAX_LINE_BYTES)
-        ) >= 0:
-            match = CHUNK_SIZE.fullmatch(self._data, self._chunk_start, line_end)
-            if match is None:
-                return self._give_up(None)
-            size = int(match[1], 16)
-            if size == 0:
-                end = self._data.find(b"\r\n\r\n", line_end)  # after the trailers, if there are any
-                if end >= 0:
-                    return self._cut(end + 4)
-                break
-            chunk_end = line_end + 2 + size
-            if self._body_len + size > self._max_body_bytes:
-                return self._give_up(BodyTooLarge(self._limit))
-            if len(self._data) < chunk_end + 2:
-                break
-            if self._data[chunk_end : chunk_end + 2] != b"\r\n":
-                return self._give_up(None)
-            self._body_len += size
-            self._chunk_start = chunk_end + 2
-        if line_end < 0 and len(self._data) - self._chunk_start >= MAX_LINE_BYTES:
+        self._join_chunks()
+        if self._num_framing > self._max_framing:
+            return self._give_up(BadRequest("The body has too many small chunks; send larger ones."))
+        found = self._find_chunk(self._head_len)
+        if found is None:
+            is_long = len(self._data) - self._head_len >= MAX_LINE_BYTES
+            return self._give_up(None) if is_long else None
+        start, size = found
+        if size < 0:
             return self._give_up(None)
-        if len(self._data) > self._head_len + 2 * self._max_body_bytes + FRAMING_BYTES:
+        if size == 0:
+            return self._take_trailers(start)
+        if self._body_len + size > self._max_body_bytes:
             return self._give_up(BodyTooLarge(self._limit))
-        return None
+        has_arrived = len(self._data) >= start + size + 2
+        return self._give_up(None) if has_arrived and not self._is_newline(start + size) else None
+
+    def _take_trailers(self, start: int) -> RawRequest | None:
+        """What follows the last chunk's line, which ends at `start`: an empty line, or fields and one."""
+        end = self._data.find(b"\r\n\r\n", start - 2)
+        if end >= 0:
+            return self._cut(end + 4)
+        is_large = len(self._data) - start > FRAMING_BYTES
+        return self._give_up(LimitRequestHeaders("the trailers are too large")) if is_large else None
+
+    def _join_chunks(self) -> None:
+        """Takes whole chunks out of the data: for each of them, the parser would copy all that follows it."""
+        start = self._head_len
+        while self._num_framing <= self._max_framing and (found := self._find_chunk(start)) is not None:
+            content, size = found
+            end = content + size
+            if size <= 0 or self._body_len + size > self._max_body_bytes or not self._is_newline(end):
+                break
+            self._chunks += self._data[content:end]
+            self._body_len += size
+            self._num_framing += content - start + 2
+            start = end + 2
+        del self._data[self._head_len : start]
+
+    def _find_chunk(self, start: int) -> tuple[int, int] | None:
+        """Where a chunk's content begins, and its size, which is -1 if it cannot be read; None if its first
+        line has not arrived."""
+        line_end = self._data.find(b"\r\n", start, start + MAX_LINE_BYTES)
+        if line_end < 0:
+            return None
+        match = CHUNK_SIZE.fullmatch(self._data, start, line_end)
+        return line_end + 2, -1 if match is None else int(match[1], 16)
+
+    def _is_newline(self, at: int) -> bool:
+        return self._data[at : at + 2] == b"\r\n"
 
     def _cut(self, end: int) -> RawRequest:
-        request = RawRequest(bytes(self._data[: self._head_len]), bytes(self._data[self._head_len : end]))
+        body = self._joined() + bytes(self._data[self._head_len : end])
+        request = RawRequest(bytes(self._data[: self._head_len]), body)
         del self._data[:end]
         self._forget()
         return request
@@ -268,9 +296,14 @@ class RequestBuffer:
     def _give_up(self, shortfall: Exception | None) -> RawRequest:
         """All bytes received so far, as a request for the parser to refuse."""
         head_len = self._head_len or len(self._data)
-        request = RawRequest(bytes(self._data[:head_len]), bytes(self._data[head_len:]), False, shortfall)
+        body = self._joined() + bytes(self._data[head_len:])
+        request = RawRequest(bytes(self._data[:head_len]), body, False, shortfall)
         self.clear()
         return request
+
+    def _joined(self) -> bytes:
+        """The chunks that have been taken out of the data, as one."""
+        return b"%x\r\n%b\r\n" % (len(self._chunks), bytes(self._chunks)) if self._chunks else b""
 
 
 def _cannot_keep(error: OSError) -> Unavailable:

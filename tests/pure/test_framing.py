@@ -11,7 +11,7 @@ from gunicorn.http.parser import RequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from levserve.errors import BodyTooLarge, Unavailable
+from levserve.errors import BadRequest, BodyTooLarge, Unavailable
 from levserve.wire.framing import FRAMING_BYTES, MAX_HEAD_BYTES, RawReader, RawRequest, RequestBuffer
 
 MAX_BODY = 200
@@ -28,6 +28,18 @@ def chunked(body: bytes, size: int, trailer: bytes = b"") -> bytes:
     chunks = [body[start : start + size] for start in range(0, len(body), size)]
     framed = b"".join(b"%x;n=1\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     return POST + b"Transfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n" + trailer + b"\r\n"
+
+
+def joined(sent: bytes) -> bytes:
+    """The request as it is handed on: without an empty line before it, and with its chunks as one."""
+    head, end, rest = sent.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+    if b"chunked" not in head:
+        return head + end + rest
+    body = b""
+    while (size := int(rest.partition(b"\r\n")[0].partition(b";")[0], 16)) > 0:
+        rest = rest.partition(b"\r\n")[2]
+        body, rest = body + rest[:size], rest[size + 2 :]
+    return head + end + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + rest
 
 
 requests = st.one_of(
@@ -55,7 +67,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 @given(st.lists(requests, min_size=1, max_size=4), st.lists(st.integers(0, 10**6), max_size=12))
 def test_requests_are_found_whole_however_they_are_cut_up(sent: list[bytes], places: list[int]) -> None:
     found, buffer = feed(cut(b"".join(sent), places))
-    assert [request.head + request.body for request in found] == [one.removeprefix(b"\r\n") for one in sent]
+    assert [request.head + request.body for request in found] == [joined(one) for one in sent]
     assert all(request.is_whole for request in found) and len(buffer) == 0
 
 
@@ -202,6 +214,18 @@ def test_a_body_of_exactly_the_limit_is_taken() -> None:
     for sent in (counted(b"x" * MAX_BODY), chunked(b"x" * MAX_BODY, 7)):
         ((request,), _) = feed([sent])
         assert request.is_whole
+
+
+def test_chunks_that_are_mostly_framing_are_given_up() -> None:
+    buffer = RequestBuffer(2**20)
+    buffer.feed(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+    for _ in range(2**8):
+        buffer.feed(b"1\r\nx\r\n" * 2**8)
+        if (request := buffer.take()) is not None:
+            break
+    assert request is not None and not request.is_whole and isinstance(request.shortfall, BadRequest)
+    size, _, rest = request.body.partition(b"\r\n")
+    assert rest.startswith(b"x" * int(size, 16) + b"\r\n1\r\nx") and int(size, 16) > 2**13
 
 
 def test_trailers_without_end_are_given_up() -> None:
