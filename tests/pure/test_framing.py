@@ -196,7 +196,6 @@ def test_what_can_never_become_a_head_is_not_waited_for(sent: bytes) -> None:
     [
         POST + b"Content-Length: %d\r\n\r\n" % (MAX_BODY + 1),
         chunked(b"x" * (MAX_BODY + 1), 50),
-        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1;%s\r\nx\r\n" % (b"a" * 5000) * 20,
     ],
 )
 def test_a_body_over_the_limit_is_handed_over_before_it_is_here_and_says_so_to_its_reader(
@@ -216,16 +215,17 @@ def test_a_body_of_exactly_the_limit_is_taken() -> None:
         assert request.is_whole
 
 
-def test_chunks_that_are_mostly_framing_are_given_up() -> None:
+@pytest.mark.parametrize("extension", [b"", b";" + b"a" * 5000])
+def test_chunks_that_are_mostly_framing_are_given_up(extension: bytes) -> None:
     buffer = RequestBuffer(2**20)
     buffer.feed(POST + b"Transfer-Encoding: chunked\r\n\r\n")
     for _ in range(2**8):
-        buffer.feed(b"1\r\nx\r\n" * 2**8)
+        buffer.feed(b"1%b\r\nx\r\n" % extension * 2**8)
         if (request := buffer.take()) is not None:
             break
     assert request is not None and not request.is_whole and isinstance(request.shortfall, BadRequest)
     size, _, rest = request.body.partition(b"\r\n")
-    assert rest.startswith(b"x" * int(size, 16) + b"\r\n1\r\nx") and int(size, 16) > 2**13
+    assert rest.startswith(b"x" * int(size, 16) + b"\r\n1") and int(size, 16) > 30
 
 
 def test_trailers_without_end_are_given_up() -> None:
