@@ -196,6 +196,7 @@ class Application(BaseApplication):  # type: ignore[misc]
 
     def on_tick(self) -> None:
         """Called by the main loop four times a second; it must not block."""
+        self.engine.end_overdue()
         if not self._is_announced and self.engine.phase is Phase.READY:
             self._is_announced = True
             self._announce()

@@ -11,6 +11,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from levserve.engine.admission import Admission, Reservation
@@ -24,6 +25,8 @@ from levserve.schedule.request import FinishReason, GenerationRequest, TokenBatc
 
 IDLE_BEAT_SECONDS = 1.0
 """How often an idle device thread shows that it is alive."""
+OVERDUE_SECONDS = 1.0
+"""The device thread ends what runs at the end of a drain; this much later, others do."""
 
 
 class Engine:
@@ -56,6 +59,8 @@ class Engine:
         self._last_beat = time.monotonic()
         self._on_drain: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
+        self._streams: weakref.WeakSet[TokenStream] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()
         self.drain_deadline = math.inf
         """When running work must have ended, on the monotonic clock."""
         metrics.heartbeat_age.set_function(self.heartbeat_age)
@@ -115,6 +120,8 @@ class Engine:
         """
         self.require_ready()
         stream = TokenStream([request.request_id for request in requests], self._cancel)
+        with self._streams_lock:
+            self._streams.add(stream)
         self._send_requests(requests, model, stream)
         return stream
 
@@ -146,6 +153,19 @@ class Engine:
         self.inbox.put(Drain(deadline))
         for call in self._on_drain:
             call()
+
+    def end_overdue(self) -> None:
+        """Ends the streams that the device thread should have ended with the drain, but did not.
+
+        It hangs, or it compiles. The readers get to tell their clients so before the process ends.
+        """
+        if time.monotonic() < self.drain_deadline + OVERDUE_SECONDS:
+            return
+        with self._streams_lock:
+            streams = list(self._streams)
+            self._streams.clear()
+        for stream in streams:
+            stream.end_rest(FinishReason.SHUTDOWN)
 
     def on_close(self, call: Callable[[], None]) -> None:
         """Registers a function that `close` calls."""

@@ -16,8 +16,8 @@ class TokenStream:
     """Carries the batches of one HTTP request's sequences (several prompts, or n > 1) to its one reader.
 
     The writer calls `put` and `note_placed`, which never block; the reader calls `get` or iterates; any
-    thread may call `close`, any number of times. Every sequence ends with exactly one batch whose `finish` is
-    set. The queue needs no bound of its own: admission bounded what can be in it.
+    thread may call `close`, any number of times. Every sequence ends with a batch whose `finish` is set; what
+    follows it is ignored. The queue needs no bound of its own: admission bounded what can be in it.
 
     Inline delivery: a reader that waits in `get` may leave an `on_batch` function. `put` then calls it on the
     writer's thread, and the reader sleeps on until the function returns a batch to wake it with.
@@ -87,6 +87,11 @@ class TokenStream:
         """
         for number in tuple(self._unfinished) if index is None else (index,):
             self._on_close(self._request_ids[number], finish)
+
+    def end_rest(self, finish: FinishReason) -> None:
+        """Ends every sequence that has not ended, for a writer that no longer does."""
+        for number in tuple(self._unfinished):
+            self.put(number, TokenBatch(tokens=(), finish=finish))
 
     def _deliver_inline(self, on_batch: OnBatch | None) -> bool:
         """Has the batches that come next delivered to `on_batch` if the queue is empty; whether it is."""

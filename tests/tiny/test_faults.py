@@ -271,7 +271,7 @@ def start(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-m",
-        "levserve.cli",
+        "levserve",
         "--port",
         "0",
         "--cache-dir",
@@ -282,3 +282,20 @@ def start(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         name: value for name, value in os.environ.items() if not name.startswith(("LEVSERVE_", "LEVANTER_"))
     }
     return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=120)
+
+
+def test_a_stream_of_a_device_that_hangs_ends_properly_when_the_server_is_told_to_stop() -> None:
+    arguments = (*TOY, "--stall-seconds", "60", "--drain-seconds", "1")
+    with running_server(*arguments, LEVSERVE_FAULTS="stall:10:600", **QUICK_COMPILE) as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body([5], 200, stream=True)).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.readline().startswith(b"data:")
+            server.process.terminate()
+            events = [line for line in response.read().decode().split("\n") if line]
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert events[-1] == "data: [DONE]"
+        assert server.process.wait(timeout=60) == 0
