@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from levserve.errors import ConfigError
+from levserve.settings.kind import BEARER_KEY
 
 
 def read_keys(flag: str, path: str, source: str) -> tuple[str, ...]:
@@ -20,6 +21,8 @@ def read_keys(flag: str, path: str, source: str) -> tuple[str, ...]:
     for number, words in enumerate(keys, start=1):
         if len(words) > 1:
             raise ConfigError(f"{place}: line {number} has more than one word; a key cannot contain spaces")
+        if words and not BEARER_KEY.fullmatch(words[0]):
+            raise ConfigError(f"{place}: line {number} has characters that are not visible ASCII")
     if not any(keys):
         raise ConfigError(f"{place}: the file contains no key")
     return tuple(key for words in keys for key in words)

@@ -21,6 +21,8 @@ Number = TypeVar("Number", int, float)
 ENV_PREFIX = "LEVSERVE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 MAX_SEED = 2**63 - 1
+BEARER_KEY = re.compile(r"[!-~]+")
+"""What a key may be: an Authorization header cannot carry spaces in it, nor reliably other characters."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+")
 
 
@@ -158,6 +160,13 @@ def _read_name(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def _read_key(text: str) -> str:
+    key = text.strip()  # a file or a secret store often adds a line break
+    if key and not BEARER_KEY.fullmatch(key):
+        raise ValueError
+    return key
+
+
 def _read_origins(text: str) -> tuple[str, ...]:
     """Origins as browsers write them in the Origin header: lower case, without a path or a final slash."""
     origins = tuple(text.lower().replace(",", " ").split())
@@ -197,6 +206,7 @@ def _read_switch(text: str) -> bool:
 TEXT = Kind("text", "TEXT", str)
 NAME = Kind("text that is not empty", "NAME", _read_name)
 PATH = Kind("a path or a name", "PATH", os.path.expanduser)  # no shell expands ~ in the file
+KEY = Kind("visible ASCII characters without spaces, or empty", "KEY", _read_key)
 SWITCH = Kind("true or false", "true|false", _read_switch, lambda value: str(value).lower())
 ORIGINS = Kind(
     "* or origins such as https://example.org, separated by spaces or commas",

@@ -17,6 +17,7 @@ from levserve.settings.kind import (
     COUNT_OR_AUTO,
     ENV_PREFIX,
     HOST_ID,
+    KEY,
     NAME,
     NAMES,
     ORIGINS,
@@ -125,7 +126,7 @@ class Settings:
     port: int = setting("server", integer(0, 65535), 8000, "Port to listen on; 0 lets the system choose one.")
     api_key: str = setting(
         "server",
-        TEXT,
+        KEY,
         "",
         f"Bearer key that clients must send; empty: ${OTHER_KEY_VARIABLE}, or else no key is needed.",
         secret=True,
@@ -134,7 +135,7 @@ class Settings:
         "server", PATH, "", "File of additional accepted keys, one per line; # starts a comment."
     )
     admin_key: str = setting(
-        "server", TEXT, "", "Bearer key for the /admin endpoints, which are off without one.", secret=True
+        "server", KEY, "", "Bearer key for the /admin endpoints, which are off without one.", secret=True
     )
     admin_key_file: str = setting(
         "server", PATH, "", "File of additional admin keys, one per line; # starts a comment."

@@ -87,7 +87,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ("api-key = abc\t# for staff", "abc"),
         ("api-key = abc#def", "abc#def"),
         ("api-key = abc#def #ghi", "abc#def"),
-        ("api-key = abc ; def", "abc ; def"),
+        ("api-key = abc;def", "abc;def"),
         ("api-key = # none", ""),
         ("# api-key = abc", ""),
         ("; api-key = abc", ""),
@@ -100,10 +100,37 @@ def test_a_hash_after_white_space_begins_a_comment_in_the_file(tmp_path: Path, l
     assert (settings.port, settings.api_key, settings.host) == (7001, key, "::1")
 
 
+def test_a_semicolon_begins_no_comment_within_a_line_of_the_file(tmp_path: Path) -> None:
+    path = serve_ini(tmp_path, "[model]\nchat-template = abc ; def\n")
+    assert parse_settings(["--config", path], {}).chat_template == "abc ; def"
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_white_space_around_a_key_is_no_part_of_it(name: str) -> None:
+    settings = parse_settings([], {f"LEVSERVE_{name.upper()}": " secret\n"})
+    assert getattr(settings, name) == "secret"
+
+
+@pytest.mark.parametrize("key", ["two words", "clé", "a\x00b"])
+def test_a_key_that_no_client_can_send_is_refused_without_showing_it(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings([], {"LEVSERVE_API_KEY": key})
+    told = capsys.readouterr().err
+    assert "--api-key must be visible ASCII characters without spaces" in told and key not in told
+    path = tmp_path / "keys"
+    path.write_text(f"good\n{key}\n")
+    with pytest.raises(SystemExit):
+        parse_settings(["--api-key-file", str(path)], {})
+    told = capsys.readouterr().err
+    assert "line 2 has" in told and key not in told
+
+
 def test_a_hash_in_a_flag_or_in_the_environment_stands_for_itself() -> None:
-    key = "100%s # = : key"
-    assert parse_settings(["--api-key", key], {}).api_key == key
-    assert parse_settings([], {"LEVSERVE_API_KEY": key}).api_key == key
+    name = "100%s # = : name"
+    assert parse_settings(["--tokenizer", name], {}).tokenizer == name
+    assert parse_settings([], {"LEVSERVE_TOKENIZER": name}).tokenizer == name
 
 
 @pytest.mark.parametrize("given_in", ["flag", "environment", "file"])
@@ -112,7 +139,8 @@ def test_a_hash_in_a_flag_or_in_the_environment_stands_for_itself() -> None:
     [
         ("port", "server", "0", 0),
         ("port", "server", "65535", 65535),
-        ("api_key", "server", "100%s# = : ;key", "100%s# = : ;key"),
+        ("api_key", "server", "100%s#=:;key", "100%s#=:;key"),
+        ("tokenizer", "model", "100%s# = : ;name", "100%s# = : ;name"),
         ("api_key", "server", "", ""),
         ("api_key", "server", "--port=1", "--port=1"),
         ("request_timeout", "limits", "0.5", 0.5),
