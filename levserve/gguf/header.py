@@ -144,6 +144,8 @@ def _read_file(path: Path) -> GGUFHeader:
         return _read(_Cursor(mapped, len(MAGIC)))
     except (struct.error, OverflowError) as error:
         raise StartupError(f"cannot read {path}: it ends in the middle of its header") from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"cannot read {path}: its header is damaged; a text in it is not UTF-8") from error
     except (OSError, ValueError) as error:
         raise StartupError(f"cannot read {path}: {cause_of(error)}") from error
 
@@ -176,6 +178,8 @@ class _Cursor:
             (length,) = LENGTH.unpack_from(mapped, end)
             start = end + LENGTH.size
             end = start + length
+            if end > len(mapped):
+                raise OverflowError
             found.append(mapped[start:end].decode())
         self.offset = end
         return found
@@ -194,8 +198,11 @@ class _Cursor:
         return self.number(SCALARS[kind])
 
     def numbers(self, form: str, length: int) -> list[Value]:
+        end = self.offset + length * struct.calcsize(form)
+        if end > len(self.mapped):
+            raise OverflowError
         array = np.frombuffer(self.mapped, np.dtype(form), length, self.offset)
-        self.offset += array.nbytes
+        self.offset = end
         values: list[Value] = array.tolist()
         return values
 

@@ -24,6 +24,7 @@ _END_TOKENS = (
     "<|end|>",
     "<end_of_turn>",
 )
+_NO_TOKEN = (-1, 2**32 - 1)  # the number that llama.cpp writes for a token that a model does not have
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _HINT = "give the model's own tokenizer with --tokenizer"
 
@@ -60,6 +61,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
         raise StartupError(f"{path}: GGUF pre-tokenizer {pre!r} is not supported; {_HINT}")
     try:
         return _build_vocabulary(metadata, splitting)
+    except ValueError as error:
+        raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error}") from error
     except Exception as error:  # tokenizers raises bare Exception if the merges do not fit the vocabulary
         raise StartupError(f"{path}: the vocabulary in this file cannot be used: {error!r}") from error
 
@@ -69,8 +72,16 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
 
-    def named(key: str) -> str | None:
+    def numbered(key: str) -> int | None:
         token = metadata.get(f"tokenizer.ggml.{key}")
+        if token is None or token in _NO_TOKEN:
+            return None
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise ValueError(f"tokenizer.ggml.{key} = {token!r} is not one of {len(tokens)} tokens")
+        return token
+
+    def named(key: str) -> str | None:
+        token = numbered(key)
         return None if token is None else tokens[token]
 
     if splitting is None:
@@ -82,9 +93,9 @@ def _build_vocabulary(metadata: Mapping[str, Any], splitting: _Splitting | None)
     bos_token = named("bos_token_id")
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", splitting is None or splitting.adds_bos)
     if bos_token is not None and adds_bos:
-        bos = (bos_token, metadata["tokenizer.ggml.bos_token_id"])
+        bos = (bos_token, numbered("bos_token_id"))
         backend.post_processor = processors.TemplateProcessing(single=[bos_token, "$A"], special_tokens=[bos])
-    ends = {metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
+    ends = {numbered(key) for key in _END_KEYS}
     for token, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if text in _END_TOKENS and kind in (PieceType.CONTROL, PieceType.USER_DEFINED):
             ends.add(token)

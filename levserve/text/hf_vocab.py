@@ -18,6 +18,8 @@ from levserve.errors import StartupError, cause_of
 from levserve.text.sentencepiece import build_sentencepiece, read_sentencepiece
 from levserve.text.vocabulary import Vocabulary
 
+log = logging.getLogger(__name__)
+
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 """Every folder with a tokenizer has a file with such a name."""
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
@@ -136,7 +138,7 @@ def _find_named(backend: Tokenizer, config: dict[str, Any], name: str) -> str | 
 
 def _describe(path: Path, backend: Tokenizer, config: dict[str, Any]) -> Vocabulary:
     eos = _find_named(backend, config, "eos_token")
-    eos_ids = _configured_eos(path)
+    eos_ids = _configured_eos(path, backend.get_vocab_size())
     if eos is not None and (eos_id := backend.token_to_id(eos)) is not None:
         eos_ids.add(eos_id)
     return Vocabulary(
@@ -166,15 +168,26 @@ def _find_template(path: Path, configured: object) -> str | None:
     return template
 
 
-def _configured_eos(path: Path) -> set[int]:
-    """The tokens that end generation according to the model's configuration."""
+def _configured_eos(path: Path, num_tokens: int) -> set[int]:
+    """The tokens that end generation according to the model's configuration; -1 stands for none."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        eos = _read_json(path / name).get("eos_token_id")
-        if isinstance(eos, list):
-            found.update(eos)
-        elif eos is not None:
-            found.add(eos)
+        config = _read_json(path / name)
+        num_rows = config.get("vocab_size")
+        if isinstance(num_rows, int):
+            num_tokens = max(num_tokens, num_rows)
+        eos = config.get("eos_token_id")
+        for token in eos if isinstance(eos, list) else [eos]:
+            if token is None or token == -1:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise StartupError(
+                    f"{path / name}: eos_token_id = {eos!r} is not a token or a list of tokens"
+                )
+            if 0 <= token < num_tokens:
+                found.add(token)
+            else:
+                log.warning("%s: eos_token_id %d is ignored: there is no such token", path / name, token)
     return found
 
 

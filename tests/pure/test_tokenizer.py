@@ -150,12 +150,22 @@ def sentencepiece(prepend_scheme: str = "first") -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.mark.parametrize(("configured", "expected"), [(2, {1, 2}), ([2, 3], {1, 2, 3}), (None, {1})])
+@pytest.mark.parametrize(
+    ("configured", "expected"),
+    [(2, {1, 2}), ([2, 3], {1, 2, 3}), (None, {1}), (-1, {1}), ([2, 10**9], {1, 2})],
+)
 def test_generation_config_adds_to_the_tokens_that_end_generation(
     tmp_path: Path, configured: Any, expected: set[int]
 ) -> None:
     folder = save_folder(tmp_path, word_level(), generation_config={"eos_token_id": configured})
     assert load_tokenizer(folder).eos_ids == expected
+
+
+@pytest.mark.parametrize("configured", ["x", 1.5, [1, "a"], True, {}])
+def test_an_end_token_that_is_no_number_is_refused_with_its_file(tmp_path: Path, configured: Any) -> None:
+    folder = save_folder(tmp_path, word_level(), generation_config={"eos_token_id": configured})
+    with pytest.raises(StartupError, match=r"generation_config\.json: eos_token_id = .* is not a token"):
+        load_tokenizer(folder)
 
 
 def test_chat_template_is_the_folders_own_unless_another_is_given(tmp_path: Path) -> None:
@@ -298,14 +308,16 @@ def protobuf(**changes: bool) -> bytes:
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
 
 
-def spm_gguf(path: Path, *, architecture: str = "llama", adds_space: bool | None = None) -> Path:
+def spm_gguf(
+    path: Path, *, architecture: str = "llama", adds_space: bool | None = None, eos: int = 2
+) -> Path:
     writer = GGUFWriter(path / "spm.gguf", architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([text for text, _, _ in PIECES])
     writer.add_token_scores([score for _, score, _ in PIECES])
     writer.add_token_types([kind for _, _, kind in PIECES])
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(eos)
     if adds_space is not None:
         writer.add_add_space_prefix(adds_space)
     writer.write_header_to_file()
@@ -320,6 +332,13 @@ def spm_folder(path: Path, **changes: bool) -> Path:
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
     return path
+
+
+def test_a_gguf_end_token_that_is_none_or_beyond_the_vocabulary_is_told_apart(tmp_path: Path) -> None:
+    none = load_tokenizer(spm_gguf(tmp_path, eos=2**32 - 1))
+    assert (none.eos_token, none.eos_ids) == (None, frozenset())
+    with pytest.raises(StartupError, match=r"eos_token_id = 9999 is not one of \d+ tokens"):
+        load_tokenizer(spm_gguf(tmp_path, eos=9999))
 
 
 @pytest.fixture(scope="module", params=[spm_gguf, spm_folder])

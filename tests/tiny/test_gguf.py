@@ -275,6 +275,28 @@ def test_file_that_is_cut_short_is_one_line(kept: int, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_file_that_ends_within_its_header_is_called_that_wherever_it_ends(tmp_path: Path) -> None:
+    metadata: dict[str, Value] = {
+        "general.architecture": "llama",
+        "a.words": ["grüße", "ü" * 20],
+        "a.numbers": [1, -2, 3],
+    }
+    path = write_gguf(tmp_path / "x.gguf", metadata, {"t": (np.zeros(4, np.float32), Kind.F32)})
+    whole = path.read_bytes()
+    for kept in range(4, whole.index(b"t" + struct.pack("<IQ", 1, 4)) + 13):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(StartupError, match="it ends in the middle of its header"):
+            read_header(path)
+
+
+def test_text_in_a_header_that_is_not_utf_8_is_called_damage(tmp_path: Path) -> None:
+    metadata: dict[str, Value] = {"general.architecture": "llama", "a.word": "grüße"}
+    path = write_gguf(tmp_path / "x.gguf", metadata, {"t": (np.zeros(4, np.float32), Kind.F32)})
+    path.write_bytes(path.read_bytes().replace("ü".encode(), b"\xff\xff"))
+    with pytest.raises(StartupError, match="its header is damaged; a text in it is not UTF-8"):
+        read_header(path)
+
+
 def test_tensor_that_lies_beyond_the_end_is_named_with_its_place(tmp_path: Path) -> None:
     path = golden_gguf(tmp_path, "qwen3-moe")
     size = path.stat().st_size
