@@ -47,7 +47,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        program, environ = ["-m", "levserve.cli"], os.environ | {"PYTHONPATH": str(ROOT)}
+        program, environ = ["-m", "levserve"], os.environ | {"PYTHONPATH": str(ROOT)}
         if self.device is not None:
             program = [str(ROOT / "bench" / "host.py"), "serve"]
             environ |= {STEP_MS: str(self.device[0]), PREFILL_US: str(self.device[1])}

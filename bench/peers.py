@@ -103,7 +103,7 @@ def find_levserve(setup: Setup, *flags: str) -> Found:
     command = (
         sys.executable,
         "-m",
-        "levserve.cli",
+        "levserve",
         "--model",
         str(setup.gguf),
         "--max-running",

@@ -121,7 +121,7 @@ def main() -> int:
 def _measure_http(options: argparse.Namespace, flags: list[str]) -> list[list[float]]:
     url = f"http://127.0.0.1:{options.port}"
     with tempfile.NamedTemporaryFile("w") as log:
-        command = [sys.executable, "-m", "levserve.cli", "--port", str(options.port), *flags]
+        command = [sys.executable, "-m", "levserve", "--port", str(options.port), *flags]
         server = subprocess.Popen(command, stderr=log)
         try:
             _wait_for(COMPLETE, Path(log.name), server)

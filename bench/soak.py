@@ -500,7 +500,7 @@ def started(flags: list[str], faults: str) -> Iterator[Started]:
     command = [
         sys.executable,
         "-m",
-        "levserve.cli",
+        "levserve",
         "--port",
         "0",
         "--max-running",

@@ -23,7 +23,7 @@ from levserve.server import num_threads, serve
 from levserve.settings.file import did_you_mean
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
-from levserve.terminal.commands import COMMANDS, discard_stdout, run_command
+from levserve.terminal.commands import COMMANDS, run_command
 from levserve.web import request_log
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         report_startup_error(StartupError(f"out of memory before a model was loaded; {RAISE_LIMIT}"))
         return StartupError.exit_code
-    except KeyboardInterrupt:
-        return 130  # the shell's code for SIGINT
-    except BrokenPipeError:  # `levserve --dry-run | head`
-        discard_stdout()
-        return 1
 
 
 def _with_command(error: StartupError, words: Sequence[str], settings: Settings) -> StartupError:
@@ -83,7 +78,6 @@ def _run(settings: Settings) -> int:
         from levserve.models.startup import dry_run
 
         dry_run(settings, num_threads=num_threads(settings))
-        sys.stdout.flush()  # a reader that has gone is noticed here, not at Python's exit
         return 0
     serve(settings, _start_device)
 
@@ -113,7 +107,3 @@ def _start_device(settings: Settings, registry: Registry) -> threading.Thread:
     from levserve.models.startup import start_device_thread
 
     return start_device_thread(settings, registry)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -92,7 +92,7 @@ def running_server(*flags: str, is_forked: bool = False, **variables: str) -> It
     if is_forked:
         process = fork_levserve(arguments, user_environ() | variables)
     else:
-        command = [sys.executable, "-m", "levserve.cli", *arguments]
+        command = [sys.executable, "-m", "levserve", *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, env=user_environ() | variables)
     server = Server(process)
     is_ready = threading.Event()

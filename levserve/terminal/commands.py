@@ -6,7 +6,6 @@ They run on the main thread of their own process. jax is imported when a model i
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -34,13 +33,3 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     except ServeError as error:
         print(f"levserve {name}: error: {error.message}", file=sys.stderr)
         return 2 if error.status < 500 else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `levserve generate ... | head`
-        discard_stdout()
-        return 1
-
-
-def discard_stdout() -> None:
-    """Redirects stdout, which nobody reads any more, to the null device, for what Python flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

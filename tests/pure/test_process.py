@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -19,6 +20,39 @@ from tests.fake_server import ServerProcess, completion
 SMALL = ("--max-running", "2", "--max-waiting", "2")
 AT_ONCE_SECONDS = 20
 """Enough on a machine of any speed, but less than a drain's time."""
+
+
+def test_an_interrupt_while_the_command_is_being_imported_ends_it_without_a_traceback() -> None:
+    def heed_interrupts() -> None:  # a test run in the background has them ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    command = [sys.executable, "-X", "importtime", "-m", "levserve"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as process:
+        assert process.stderr is not None
+        told = ""
+        while "levserve.errors" not in told:  # one of the first modules that the command needs
+            told += process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        told += process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--print-config", 1)])
+def test_output_that_nobody_reads_is_no_fault_of_the_command(flag: str, code: int) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "levserve", flag]
+    ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "levserve", "--print-config"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "levserve: error: No space left on device\n")
 
 
 def test_a_drain_lets_running_requests_finish_and_exits_0() -> None:

@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     subprocess.run([folder / "venv/bin/pip", "install", "-q", RAY["ray_serve.py"]], check=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = f"{sys.executable} -m levserve.cli {FLAGS} --cache-dir {cache_folder()}"
+    command = f"{sys.executable} -m levserve {FLAGS} --cache-dir {cache_folder()}"
     application = {"import_path": "ray_serve:app", "args": {"replicas": 2, "command": command}}
     config = {"http_options": {"port": port}, "applications": [{"name": "levserve", **application}]}
     (folder / "serve.json").write_text(json.dumps(config))  # JSON is YAML

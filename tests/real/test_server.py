@@ -531,7 +531,7 @@ def test_a_dry_run_prints_the_memory_plan_and_exits_0_and_needs_no_reader() -> N
     flags = ("--model", str(GOLDEN / "llama"), *FLAGS, "--cache-dir", str(cache_folder()))
     result = run_cli("--dry-run", *flags)
     assert result.returncode == 0, result.stderr
-    command = [sys.executable, "-m", "levserve.cli", "--dry-run", *flags]
+    command = [sys.executable, "-m", "levserve", "--dry-run", *flags]
     reading, writing = os.pipe()
     os.close(reading)
     unread = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
