@@ -6,6 +6,7 @@ blocks on it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import socket
@@ -80,6 +81,10 @@ class Connection:
     def num_unread(self) -> int:
         """Bytes of earlier answers that the client has not received: many if it sends but never reads."""
         return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
+
+    def has_timed_out(self) -> bool:
+        """Whether the kernel has ended the connection because the client took nothing of its answer."""
+        return self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
 
     def finish_sending(self) -> None:
         with suppress(OSError):

@@ -95,6 +95,8 @@ class Connections:
             connection.enter(State.IDLE, time.monotonic() + self._settings.keep_alive)
             self._wait_for(connection)
             self._advance(connection)
+        elif connection.has_timed_out():  # noticed before the HTTP thread's own send could fail
+            self.give_up(connection)
         else:
             self._linger(connection)
 
