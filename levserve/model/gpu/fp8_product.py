@@ -15,7 +15,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -24,13 +23,11 @@ from levserve.model.fp8_rows import SMALLEST, Fp8Rows, round_rows
 from levserve.model.gpu.fp8_dot import dot_fp8
 from levserve.model.gpu.fp8_plan import Fp8Tiling
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
-from levserve.model.gpu.split_product import add_splits
+from levserve.model.gpu.split_product import add_splits, sum_pieces
 from levserve.model.packed import PackedMatrix, Scheme
 
 Scales = tuple[jax.Array, ...]
 """Of a piece: the matrix's, and each row's unless the program finds these itself; none for whole rows."""
-Carry = tuple[jax.Array, tuple[Scales, ...]]
-"""The sums, and the scales of each piece of the next step."""
 
 
 @functools.partial(jax.jit, static_argnames=("cut", "interpret"))
@@ -106,25 +103,7 @@ def _kernel(
         of_columns, of_rows = scales
         return total + product * (of_columns * of_rows[None, :])
 
-    num_steps = num_inputs // tiling.depth // tiling.splits
-
-    def firsts_of(index: jax.Array) -> list[jax.Array]:
-        first = (split * num_steps + index) * tiling.depth
-        return [first + number * piece for number in range(tiling.depth // piece)]
-
-    def load_step(index: jax.Array) -> tuple[Scales, ...]:
-        return tuple(map(load_scales, firsts_of(index)))
-
-    def step(index: jax.Array, carry: Carry) -> Carry:
-        total, loaded = carry
-        # One step ahead, because Triton itself reads only the operands of products ahead of time.
-        following = load_step(jnp.minimum(index + 1, num_steps - 1))
-        for first, scales in zip(firsts_of(index), loaded, strict=True):
-            total = add_piece(first, scales, total)
-        return total, following
-
-    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
-    total, _ = lax.fori_loop(0, num_steps, step, (nothing, load_step(jnp.int32(0))))
+    total = sum_pieces(load_scales, add_piece, split=split, width=num_inputs, piece=piece, tiling=tiling)
     if scheme.columns is None:
         (of_rows,) = scales_of_rows(0)
         total = total * (scales_of_columns(0) * of_rows[None, :])

@@ -15,19 +15,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
-from levserve.model.gpu.split_product import add_splits
+from levserve.model.gpu.split_product import add_splits, sum_pieces
 from levserve.model.gpu.unpack import UINT4_OFFSET, unpack, unpack_plainly
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
 Blocks = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 """The scales of a piece and its zero points; of nibbles, those of the first values and of the second."""
-Carry = tuple[jax.Array, tuple[Blocks, ...]]
-"""The sums, and the blocks of each piece of the next step."""
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -103,25 +100,7 @@ def _kernel(
             total = total + (product * across(decode_scale(scales[number])) if scales else product)
         return total
 
-    num_steps = width // tiling.depth // tiling.splits
-
-    def firsts_of(index: jax.Array) -> list[jax.Array]:
-        first = (split * num_steps + index) * tiling.depth
-        return [first + number * piece for number in range(tiling.depth // piece)]
-
-    def load_step(index: jax.Array) -> tuple[Blocks, ...]:
-        return tuple(map(load_blocks, firsts_of(index)))
-
-    def step(index: jax.Array, carry: Carry) -> Carry:
-        total, loaded = carry
-        # One step ahead, because Triton itself reads only the operands of products ahead of time.
-        following = load_step(jnp.minimum(index + 1, num_steps - 1))
-        for first, blocks in zip(firsts_of(index), loaded, strict=True):
-            total = add_piece(first, blocks, total)
-        return total, following
-
-    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
-    total, _ = lax.fori_loop(0, num_steps, step, (nothing, load_step(jnp.int32(0))))
+    total = sum_pieces(load_blocks, add_piece, split=split, width=width, piece=piece, tiling=tiling)
     if scheme.columns is None:
         total = total * across(decode_scale(of_blocks(scale_ref, jnp.int32(0))))
     mask = jnp.broadcast_to((rows < num_rows)[None, :], total.shape)

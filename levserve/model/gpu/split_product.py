@@ -1,16 +1,20 @@
-"""Runs a kernel whose programs share the sums of a product."""
+"""What kernels have in common whose programs share the sums of a product, each over some of the inputs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.gpu.packed_plan import PackedTiling
+
+Loaded = TypeVar("Loaded")
 
 
 def add_splits(
@@ -40,6 +44,42 @@ def add_splits(
     )(*arrays)
     # One by one: XLA would compile a sum over an axis to a separate kernel.
     return functools.reduce(jnp.add, (parts[number] for number in range(tiling.splits)))
+
+
+def sum_pieces(
+    load: Callable[[jax.Array], Loaded],
+    add: Callable[[jax.Array, Loaded, jax.Array], jax.Array],
+    *,
+    split: jax.Array,
+    width: int,
+    piece: int,
+    tiling: PackedTiling,
+) -> jax.Array:
+    """float32 [column, row]: the sum over this split of the `width`, a piece at a time.
+
+    `add(first, loaded, total)` adds the piece that begins at `first`. What `load` has read for it, such as
+    its scales, was read one step ahead, because Triton itself reads only the operands of products so early.
+    """
+    num_steps = width // tiling.depth // tiling.splits
+
+    def firsts_of(index: jax.Array) -> list[jax.Array]:
+        first = (split * num_steps + index) * tiling.depth
+        return [first + number * piece for number in range(tiling.depth // piece)]
+
+    def load_step(index: jax.Array) -> tuple[Loaded, ...]:
+        return tuple(map(load, firsts_of(index)))
+
+    def step(
+        index: jax.Array, carry: tuple[jax.Array, tuple[Loaded, ...]]
+    ) -> tuple[jax.Array, tuple[Loaded, ...]]:
+        total, loaded = carry
+        following = load_step(jnp.minimum(index + 1, num_steps - 1))
+        for first, each in zip(firsts_of(index), loaded, strict=True):
+            total = add(first, each, total)
+        return total, following
+
+    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
+    return lax.fori_loop(0, num_steps, step, (nothing, load_step(jnp.int32(0))))[0]
 
 
 def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
