@@ -5,6 +5,7 @@ Pure arithmetic, done once at start. Error messages contain the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from levserve.errors import ConfigError
@@ -29,6 +30,7 @@ ten tokens are right, three to five gain about the same."""
 ARBITER_BYTES = 64 << 20
 """More than gunicorn's arbiter takes, the process that starts the worker."""
 
+SIGNED_BYTES, UNSIGNED_BYTES = 1 << 31, 1 << 32
 FLOOR_TOKENS = 4 * TOKENS_PER_ROW
 """The fewest KV tokens that one of several models gets by default; others are unloaded to make room."""
 
@@ -72,6 +74,8 @@ class Sizes:
     """The part of the weights that is a draft model's."""
     draft_page_bytes: int = field(default=0, repr=False)
     """The part of a KV page that is a draft model's."""
+    num_beyond: int = field(default=0, repr=False)
+    """KV pages that there would be room for, but that kernels could not address."""
 
     @property
     def kv_bytes(self) -> int:
@@ -134,11 +138,20 @@ class Sizes:
             f"weights     {human(self.weight_bytes)}{each}{weights}",
             f"KV pages    {self.num_pages} x {self.page_size} tokens = {self.num_tokens} tokens, "
             f"{human(self.kv_bytes)}{each}{kv}",
+            *self._describe_beyond(),
             *self._describe_memory(),
             f"context     {self.max_seq_len} tokens",
             f"rows        {self.rows}; decode shapes {', '.join(map(str, self.row_sizes))}; "
             f"{self.round_steps} step(s) a round{drafts}",
             f"prefill     chunks of {', '.join(map(str, self.chunk_sizes))} tokens",
+        ]
+
+    def _describe_beyond(self) -> list[str]:
+        if not self.num_beyond:
+            return []
+        return [
+            f"            {self.num_beyond} more would fit, but a layer's values of one byte are addressed "
+            "only up to 2 GiB, or with more than 4 GiB"
         ]
 
     def _describe_memory(self) -> list[str]:
@@ -166,16 +179,19 @@ def plan_sizes(
     num_devices: int = 1,
     draft_weight_bytes: int = 0,
     draft_page_bytes: int = 0,
+    byte_pages: Sequence[int] = (),
 ) -> Sizes:
     """Plans for `free_bytes` that the weights leave; raises `ConfigError` for settings that do not fit.
 
     All bytes are per device, except `peak_bytes`, the most of the host's memory that the process has taken so
-    far. Those of a draft model are included in the others.
+    far. Those of a draft model are included in the others. `byte_pages` has the bytes of a page in one layer,
+    for each model whose keys and values take a byte each.
     """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
         raise ConfigError(f"--max-seq-len {max_seq_len} is more than the model's {max_position} positions")
-    num_pages = _num_pages(settings, traits, free_bytes, rows, max_seq_len, page_bytes)
+    num_fitting = _num_pages(settings, traits, free_bytes, rows, max_seq_len, page_bytes)
+    num_pages = _num_addressed(num_fitting, byte_pages) if traits.has_short_offsets else num_fitting
     room = num_pages * settings.page_size
     if room < max_seq_len:
         if settings.max_seq_len:
@@ -224,6 +240,7 @@ def plan_sizes(
         num_devices=num_devices,
         draft_weight_bytes=draft_weight_bytes,
         draft_page_bytes=draft_page_bytes,
+        num_beyond=num_fitting - num_pages,
     )
 
 
@@ -263,6 +280,16 @@ def _num_pages(
         raise ConfigError(
             f"{asked} asks for {total}, but only {human(free_bytes)} are free after the weights"
         )
+    return num_pages
+
+
+def _num_addressed(num_pages: int, byte_pages: Sequence[int]) -> int:
+    """How many of so many pages have offsets that fit; with more than 4 GiB a layer these have 64 bits."""
+    is_fitting = False
+    while not is_fitting:
+        wraps = [page for page in byte_pages if SIGNED_BYTES < num_pages * page <= UNSIGNED_BYTES]
+        num_pages = min([num_pages, *(SIGNED_BYTES // page for page in wraps)])
+        is_fitting = not wraps
     return num_pages
 
 

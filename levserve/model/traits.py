@@ -43,6 +43,8 @@ class Traits:
     """What beginning a prefill chunk costs, in tokens."""
     double_at: int | None = None
     """The context at which attention costs a prompt's token as much as everything else."""
+    has_short_offsets: bool = False
+    """Whether kernels count the values of a layer's KV pool with 31 bits, unless it is larger than 4 GiB."""
     first_runs: int = 1
     """Runs that a program needs to reach its full speed."""
     warms_largest: bool = False
@@ -87,5 +89,6 @@ ACCELERATOR_TRAITS = Traits(
 )
 GPU_TRAITS = replace(ACCELERATOR_TRAITS, warms_largest=True)
 """The largest programs are compiled before serving: else a first burst would be served eight at a time."""
-GPU_KERNEL_TRAITS = replace(GPU_TRAITS, prefill_row_tokens=64)
+# Pallas' Triton backend chooses between 32 and 64 bits by an array's bytes, but counts its elements.
+GPU_KERNEL_TRAITS = replace(GPU_TRAITS, prefill_row_tokens=64, has_short_offsets=True)
 """Kernels read pages in place: rows of one prompt cost no more than one long row, and waste less."""

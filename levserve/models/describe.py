@@ -136,6 +136,13 @@ class Description:
         return own if self.draft is None else own + self.draft.page_bytes
 
     @property
+    def _byte_pages(self) -> tuple[int, ...]:
+        """Bytes of a KV page in one layer, of each model whose keys and values take a byte each."""
+        own = cache.page_bytes(self.local_config, self.settings.page_size, self.storage)
+        pages = (own // self.config.num_layers,) if self.storage.itemsize == 1 else ()
+        return pages if self.draft is None else pages + self.draft._byte_pages
+
+    @property
     def expected_weight_bytes(self) -> int:
         return self._own_weight_bytes + (0 if self.draft is None else self.draft.expected_weight_bytes)
 
@@ -192,6 +199,7 @@ class Description:
             num_devices=self.shards.count,
             draft_weight_bytes=0 if self.draft is None else self.draft.expected_weight_bytes,
             draft_page_bytes=0 if self.draft is None else self.draft.page_bytes,
+            byte_pages=self._byte_pages,
         )
 
     def explain_memory(self, sizes: Sizes) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ def plan(
     page_bytes: int = 1 << 20,
     peak_bytes: int = 0,
     draft_page_bytes: int = 0,
+    byte_pages: Sequence[int] = (),
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
     return plan_sizes(
@@ -42,6 +43,7 @@ def plan(
         peak_bytes=peak_bytes,
         draft_weight_bytes=GIB // 8 if draft_page_bytes else 0,
         draft_page_bytes=draft_page_bytes,
+        byte_pages=byte_pages,
     )
 
 
@@ -59,6 +61,29 @@ def test_little_memory_shortens_the_context_nobody_asked_for() -> None:
 def test_a_gpu_gets_most_of_what_is_free() -> None:
     sizes = plan(traits=GPU_TRAITS, free=100 * GIB, rows=512)
     assert sizes.num_pages == 92160 and sizes.round_steps == 8 and sizes.chunk_sizes[-1] == 4096
+
+
+@pytest.mark.parametrize("layer_page", [1 << 10, 24 << 10, 40 << 10])
+@pytest.mark.parametrize("draft_page", [0, 1 << 10, 30 << 10])
+@pytest.mark.parametrize("free", [10 * GIB, 100 * GIB, 300 * GIB])
+def test_gpu_kernels_never_get_a_page_of_one_byte_values_that_they_would_address_wrongly(
+    layer_page: int, draft_page: int, free: int
+) -> None:
+    pages = [layer_page, draft_page] if draft_page else [layer_page]
+    sizes = plan(traits=GPU_KERNEL_TRAITS, free=free, rows=4096, page_bytes=32 * sum(pages), byte_pages=pages)
+    for page in pages:
+        assert not 2 * GIB < sizes.num_pages * page <= 4 * GIB
+    told = any(f"{sizes.num_beyond} more would fit" in line for line in sizes.describe())
+    assert told == (sizes.num_beyond > 0)
+    unbounded = plan(traits=GPU_TRAITS, free=free, rows=4096, page_bytes=32 * sum(pages), byte_pages=pages)
+    assert unbounded.num_pages == sizes.num_pages + sizes.num_beyond
+
+
+def test_pools_with_pages_beyond_4_gib_a_layer_are_addressed_with_64_bits() -> None:
+    sizes = plan(
+        traits=GPU_KERNEL_TRAITS, free=100 * GIB, rows=4096, page_bytes=1 << 17, byte_pages=[1 << 13]
+    )
+    assert sizes.num_pages << 13 > 4 * GIB and not sizes.num_beyond
 
 
 def test_where_a_kernel_reads_pages_in_place_prompts_share_prefill_programs_in_pieces() -> None:
