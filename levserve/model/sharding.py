@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from levserve.model.config import ModelConfig
+from levserve.model.packed import OFFSET, SCALE, ZERO
 
 AXIS = "tensor"
 """The mesh axis that models are cut over."""
@@ -147,7 +148,9 @@ def find_cut(name: str, config: ModelConfig) -> Cut | None:
     if config.qk_norm_spans_heads and kind in SPANNING_NORMS:
         return SPANNING_NORMS[kind]
     # Devices quantize their own shares, so that each has scales of its own.
-    return TABLE.get(kind.removesuffix("_scale").removesuffix("_zero"))
+    for end in (SCALE, ZERO, OFFSET):
+        kind = kind.removesuffix(end)
+    return TABLE.get(kind)
 
 
 def indivisible_reason(config: ModelConfig, count: int) -> str | None:

@@ -30,7 +30,7 @@ class Spelling:
     drops_first_space: bool = False  # because encoding puts a space before the text
 
     def spell(self, token: str) -> bytes:
-        """The UTF-8 bytes of an ordinary token; added tokens are their own text."""
+        """The UTF-8 bytes of an ordinary token."""
         if self.is_byte_level:
             return _spell_byte_level(token)
         for old, new in self.replacements:
@@ -38,6 +38,10 @@ class Spelling:
         if self.has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         return token.encode()
+
+    def spell_added(self, token: str) -> bytes:
+        """The UTF-8 bytes of an added token. Only GPT-2's alphabet does not apply to these."""
+        return token.encode() if self.is_byte_level else self.spell(token)
 
 
 class Detokenizer:

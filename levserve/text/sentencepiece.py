@@ -53,18 +53,28 @@ def build_sentencepiece(pieces: Pieces, *, strips_after: bool = False) -> Tokeni
     backend.decoder = decoders.Sequence(steps)
     if pieces.is_unigram:  # words are split first, or a long text would take too long
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}[^{SPACE}]*"), behavior="isolated")
-    backend.add_tokens(added_tokens(pieces.texts, pieces.types, strips_after=strips_after))
+    added = added_tokens(
+        pieces.texts, pieces.types, strips_after=strips_after, finds_spaces=not pieces.adds_space
+    )
+    backend.add_tokens(added)
     return backend
 
 
-def added_tokens(texts: list[str], types: list[int], *, strips_after: bool = False) -> list[AddedToken]:
-    """The tokens that are found in a text before it is split."""
+def added_tokens(
+    texts: list[str], types: list[int], *, strips_after: bool = False, finds_spaces: bool = False
+) -> list[AddedToken]:
+    """The tokens that are found in a text before it is split.
+
+    With `finds_spaces`, those that a user defined with spaces in them, which are spelt with `SPACE`, are
+    found as well. The library would put the space that encoding adds into them, so then they are merged.
+    """
     added = []
     for text, kind in zip(texts, types, strict=True):
         if kind in (PieceType.CONTROL, PieceType.UNKNOWN, PieceType.USER_DEFINED):
             is_special = kind != PieceType.USER_DEFINED
             strips = strips_after and kind == PieceType.CONTROL
-            added.append(AddedToken(text, special=is_special, normalized=False, rstrip=strips))
+            is_normalized = finds_spaces and not is_special and SPACE in text
+            added.append(AddedToken(text, special=is_special, normalized=is_normalized, rstrip=strips))
     return added
 
 
@@ -82,7 +92,8 @@ def _merges(pieces: Pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
             mergeable.add(text)
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True):
-        if kind != PieceType.NORMAL:  # control tokens are never merged from text
+        has_space = kind == PieceType.USER_DEFINED and pieces.adds_space and SPACE in text
+        if kind != PieceType.NORMAL and not has_space:  # control tokens are never merged from text
             continue
         for middle in range(1, len(text)):
             left, right = text[:middle], text[middle:]

@@ -54,7 +54,7 @@ class Tokenizer:
         self.pad_token = vocabulary.pad_token
         self.eos_ids = vocabulary.eos_ids
         self.chat_template = vocabulary.chat_template
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         specials = {entry.content for entry in added.values() if entry.special and entry.content}
         self.special_tokens = tuple(sorted(specials, key=lambda text: (-len(text), text)))
@@ -62,9 +62,10 @@ class Tokenizer:
         self._spelling = _spelling(backend)
         self._bytes = SpeltTokens(backend, self._spelling)
         self._visible_bytes = SpeltTokens(backend, self._spelling)
-        for token, entry in added.items():  # each is its own text
-            self._bytes[token] = entry.content.encode()
-            self._visible_bytes[token] = None if entry.special else entry.content.encode()
+        for token, entry in added.items():
+            spelt = self._spelling.spell_added(entry.content)
+            self._bytes[token] = spelt
+            self._visible_bytes[token] = None if entry.special else spelt
 
     @cached_property
     def longest_token(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tokenizers
 from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from levserve.errors import BadRequest, StartupError
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -168,6 +169,29 @@ def test_an_end_token_that_is_no_number_is_refused_with_its_file(tmp_path: Path,
         load_tokenizer(folder)
 
 
+def test_added_tokens_are_spelt_like_others_as_with_tokenizers_itself(tmp_path: Path) -> None:
+    vocab = {"<s>": 0, "</s>": 1, "▁": 2, "▁▁": 3, "a": 4, "b": 5, "<0x0A>": 6}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "▁")], unk_token="<s>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
+    loaded = load_tokenizer(save_folder(tmp_path, backend))
+    tokens = [4, 3, 3, 5, 6, 2, 4]
+    assert loaded.decode(tokens) == backend.decode(tokens) == "a    b\n a"
+    assert loaded.token_bytes(3) == b"  "
+
+
+def test_ids_may_be_missing_below_the_largest(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "word": 1, "</s>": 9}, unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>", "</s>"])
+    loaded = load_tokenizer(save_folder(tmp_path, backend))
+    assert (loaded.vocab_size, loaded.token_bytes(5)) == (10, b"")
+
+
 def test_chat_template_is_the_folders_own_unless_another_is_given(tmp_path: Path) -> None:
     folder = save_folder(tmp_path, word_level())
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -288,7 +312,11 @@ PIECES += [("<|user|>", -1000.0, 3), ("<tab>", -1000.0, 4)]
 IDS = {text: token for token, (text, _, _) in enumerate(PIECES)}
 
 
-def protobuf(**changes: bool) -> bytes:
+SPACES = [("▁▁", 0.0, 4), ("▁▁▁▁", 0.0, 4)]
+"""Runs of spaces that a user defined, as Gemma's vocabulary has them."""
+
+
+def protobuf(pieces: list[tuple[str, float, int]] = PIECES, **changes: bool) -> bytes:
     """A tokenizer.model: pieces, the kind of model (2 is BPE) and whether a space is put first."""
 
     def field(number: int, value: bytes | int | float) -> bytes:
@@ -298,24 +326,29 @@ def protobuf(**changes: bool) -> bytes:
             return bytes([number << 3, value])
         return bytes([number << 3 | 2]) + (bytes([len(value)]) if len(value) < 128 else b"") + value
 
-    pieces = [
-        field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in PIECES
+    entries = [
+        field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in pieces
     ]
     trainer, normalizer = (
         field(3, 1 if changes.get("is_unigram") else 2),
         field(3, int(changes.get("adds_space", True))),
     )
-    return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
+    return b"".join(entries) + field(2, trainer) + field(3, normalizer)
 
 
 def spm_gguf(
-    path: Path, *, architecture: str = "llama", adds_space: bool | None = None, eos: int = 2
+    path: Path,
+    *,
+    architecture: str = "llama",
+    adds_space: bool | None = None,
+    eos: int = 2,
+    pieces: list[tuple[str, float, int]] = PIECES,
 ) -> Path:
     writer = GGUFWriter(path / "spm.gguf", architecture)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([text for text, _, _ in PIECES])
-    writer.add_token_scores([score for _, score, _ in PIECES])
-    writer.add_token_types([kind for _, _, kind in PIECES])
+    writer.add_token_list([text for text, _, _ in pieces])
+    writer.add_token_scores([score for _, score, _ in pieces])
+    writer.add_token_types([kind for _, _, kind in pieces])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(eos)
     if adds_space is not None:
@@ -326,8 +359,8 @@ def spm_gguf(
     return path / "spm.gguf"
 
 
-def spm_folder(path: Path, **changes: bool) -> Path:
-    (path / "tokenizer.model").write_bytes(protobuf(**changes))
+def spm_folder(path: Path, pieces: list[tuple[str, float, int]] = PIECES, **changes: bool) -> Path:
+    (path / "tokenizer.model").write_bytes(protobuf(pieces, **changes))
     (path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
@@ -339,6 +372,19 @@ def test_a_gguf_end_token_that_is_none_or_beyond_the_vocabulary_is_told_apart(tm
     assert (none.eos_token, none.eos_ids) == (None, frozenset())
     with pytest.raises(StartupError, match=r"eos_token_id = 9999 is not one of \d+ tokens"):
         load_tokenizer(spm_gguf(tmp_path, eos=9999))
+
+
+@pytest.mark.parametrize("adds_space", [False, True])
+@pytest.mark.parametrize("save", [spm_gguf, spm_folder])
+def test_runs_of_spaces_that_a_user_defined_are_one_token(
+    tmp_path: Path, save: Callable[..., Path], adds_space: bool
+) -> None:
+    pieces = [*PIECES, *SPACES]
+    loaded = load_tokenizer(save(tmp_path, pieces=pieces, adds_space=adds_space))
+    tokens = loaded.encode("a    a", add_special_tokens=False)
+    first = "▁a" if adds_space else "a"
+    assert [pieces[token][0] for token in tokens] == [first, "▁▁▁▁", "a"]
+    assert loaded.decode(tokens) == "a    a"
 
 
 @pytest.fixture(scope="module", params=[spm_gguf, spm_folder])

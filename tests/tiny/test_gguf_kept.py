@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from levserve.model.gpu import backend as gpu
 from levserve.model.lanes import to_lanes
 from levserve.model.packed import OFFSET, SCALE, Code, Kept, PackedMatrix, Scheme, pack_nibbles
 from levserve.model.parameter_shapes import parameter_shapes
+from levserve.model.placement import make_mesh
+from levserve.model.sharding import local_config
 from levserve.models.matrices import arrange
 from levserve.weights.checkpoint import load_arrays, read_config, read_schemes
 from levserve.weights.gguf_tensors import read_tensors
@@ -91,6 +94,21 @@ def check_numbers(path: Path, config: ModelConfig, kept: Kept) -> None:
         matrix = PackedMatrix.from_arrays(arrays, scheme, tuple(axes), name)
         np.testing.assert_array_equal(widen(matrix), plain[name], err_msg=name)
         assert scheme.num_bytes(plain[name].shape) < 0.7 * plain[name].nbytes / 2, "of what bfloat16 takes"
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_each_device_gets_its_part_of_all_that_belongs_to_a_matrix(kind: Kind, tmp_path: Path) -> None:
+    path = quantized_file(tmp_path, {}, kind)
+    config = read_config(path)
+    schemes = read_schemes(path, config, 2)
+    kept = Kept(tuple(schemes.items()), FLOAT32)
+    mesh = make_mesh(jax.devices()[:2])
+    arrays = load_arrays(path, config, FLOAT32, report=print, quantization=kept, mesh=mesh)
+    shapes = parameter_shapes(local_config(config, 2))
+    for name, scheme in schemes.items():
+        for end, (shape, _) in scheme.array_shapes(shapes[name]).items():
+            array = arrays[name + end]
+            assert array.sharding.shard_shape(array.shape) == shape, name + end
 
 
 def test_tensors_of_several_kinds_are_joined_in_one_array(tmp_path: Path) -> None:
