@@ -128,4 +128,6 @@ def read_logprobs(outputs: npt.NDArray[np.int32], num_top: int) -> list[TokenLog
     chosen = floats[:, 1].tolist()
     ids = outputs[:, 2 : 2 + num_top].tolist()
     values = floats[:, 2 + NUM_TOP : 2 + NUM_TOP + num_top].tolist()
+    if len(outputs) and outputs[0, 1 + NUM_TOP] < 0:  # the vocabulary has fewer tokens
+        ids = [[token for token in row if token >= 0] for row in ids]
     return [TokenLogprob(logprob, tuple(zip(*top))) for logprob, *top in zip(chosen, ids, values)]

@@ -145,7 +145,9 @@ def _channel_scale(x: Array, matrix: MatrixRows | None = None) -> Array:
     sizes = sizes + SMALLEST_CHANNEL * sizes.mean()
     if matrix is not None:
         columns = np.sqrt(np.square(_read_some(matrix)).mean(0, dtype=np.float64))
-        sizes = sizes / (columns + SMALLEST_CHANNEL * columns.mean())
+        sizes = sizes / (columns + SMALLEST_CHANNEL * columns.mean()) if columns.any() else columns
+    if not sizes.any():  # the matrix is zero, or what it meets is, as in a pruned layer
+        return np.ones(len(sizes), np.float32)
     steps = np.rint(np.log2(sizes / sizes.mean()) * (STEPS_PER_OCTAVE / 2))
     return np.asarray(2.0 ** (steps / STEPS_PER_OCTAVE), np.float32)
 

@@ -70,7 +70,7 @@ def sample(
         best = backend.likeliest(logits, num_used)
         return Drawn(_mark_poisoned(best.tokens, best))
     assert masks is not None
-    if backend.samples_rows:
+    if backend.samples_rows and logits.shape[1] >= NUM_TOP:
         return _sample_by_rows(logits, positions, rules, memory, masks, backend, num_used)
     if backend.draws_tokens:
         return _sample_by_kernel(logits, positions, rules, memory, masks, backend)

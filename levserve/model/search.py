@@ -28,8 +28,14 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest entries of each row in descending order, and their places.
 
     The result is that of `lax.top_k`, which on a GPU would sort the whole row. The entries lie in the chunks
-    with the largest maxima. Equal entries keep their order, and so do chunks with equal maxima.
+    with the largest maxima. Equal entries keep their order, and so do chunks with equal maxima. A row with
+    fewer entries is filled up with -inf in the place -1.
     """
+    if x.shape[1] < count:
+        values, places = lax.top_k(x, x.shape[1])
+        missing = ((0, 0), (0, count - x.shape[1]))
+        filled = jnp.pad(places.astype(jnp.int32), missing, constant_values=-1)
+        return jnp.pad(values, missing, constant_values=-jnp.inf), filled
     chunks = chunked(x, -jnp.inf, SMALL_CHUNK)
     if chunks.shape[1] <= 2 * count:
         values, places = lax.top_k(x, count)

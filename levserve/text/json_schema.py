@@ -53,7 +53,7 @@ class _Survey:
             return schema
         self._count(schema, depth)
         copy = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-        if copy.get("format") not in FORMATS:
+        if not (isinstance(copy.get("format"), str) and copy["format"] in FORMATS):
             copy.pop("format", None)
         if copy.get("uniqueItems") is False:
             del copy["uniqueItems"]  # the default, which constrains nothing

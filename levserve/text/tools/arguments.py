@@ -118,7 +118,8 @@ def python_to_json(text: str) -> str:
 
 def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
     plain = _follow(schema, root)
-    options = [option for key in ("anyOf", "oneOf") for option in plain.get(key) or () if depth < 3]
+    lists = [plain[key] for key in ("anyOf", "oneOf") if isinstance(plain.get(key), list)]
+    options = [option for each in lists for option in each if depth < 3]
     if not options:
         yield plain
     for option in options:
