@@ -26,7 +26,8 @@ def fill_masks(words: npt.NDArray[np.uint32], matchers: Seq[Matcher], executor: 
     """Writes each matcher's mask into its row of [row, word], which must be all zeros."""
     together: list[tuple[GrammarMatcher, int]] = []
     for row, matcher in enumerate(matchers):
-        if executor is not None and isinstance(matcher, GrammarMatcher) and not matcher.forced():
+        is_open = not matcher.forced() and not matcher.is_stuck
+        if executor is not None and isinstance(matcher, GrammarMatcher) and is_open:
             together.append((matcher, row))
         else:
             words[row] = np.frombuffer(matcher.mask(), np.uint32)
@@ -41,7 +42,8 @@ def _fill_together(
     masks = np.zeros((len(together), num_words), np.uint32)
     makers = [(matcher.mask_maker, index) for index, (matcher, _) in enumerate(together)]
     executor.unsafe_compute_mask_ptr(makers, masks.ctypes.data, num_words * 4, len(together))
-    words[[row for _, row in together], :num_words] = masks
+    num_kept = min(num_words, words.shape[1])  # a tokenizer may have tokens without a row in the model
+    words[[row for _, row in together], :num_kept] = masks[:, :num_kept]
 
 
 @functools.cache

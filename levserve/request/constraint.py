@@ -163,10 +163,10 @@ def make_constraint(
         constraints.append(text)
     if fields.allowed_token_ids is not None:
         allowed = frozenset(fields.allowed_token_ids)
-        constraints.append(AllowedTokens(allowed, tokenizer.eos_ids, grammars.vocab_rows))
+        constraints.append(AllowedTokens(allowed, grammars.vocab_rows))
     if fields.bad_words:
         words = frozenset(_spellings(fields.bad_words, tokenizer))
-        constraints.append(BannedWords(words, tokenizer.eos_ids, grammars.vocab_rows))
+        constraints.append(BannedWords(words, grammars.vocab_rows))
     if len(constraints) < 2:
         return constraints[0] if constraints else None
     return AllOf(constraints)

@@ -46,6 +46,7 @@ class Matcher(Protocol):
 
     def ends_with(self, token: int) -> bool:
         """Whether the token ends the text here, whatever the request says about end tokens."""
+        return False
 
     def forced(self) -> Seq[int]:
         """Tokens that must follow, as far as they are known; no others are allowed in their places."""

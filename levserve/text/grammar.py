@@ -146,7 +146,8 @@ class _Vocabulary:
         self.eos_token_id = min(tokenizer.eos_ids, default=None)
         self.bos_token_id = None
         self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-        self.special_token_ids = [token for token, entry in added.items() if entry.special]
+        special = {token for token, entry in added.items() if entry.special}
+        self.special_token_ids = sorted(special | tokenizer.eos_ids)  # an end token is never text
         self._encode = tokenizer.encode_plain
         self._encode_again = functools.lru_cache(NUM_ENCODED)(tokenizer.encode_plain)
 

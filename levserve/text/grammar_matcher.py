@@ -7,6 +7,7 @@ expensive is the tokenizer, which llguidance calls for the tokens of forced text
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 from llguidance import LLMatcher
 
@@ -24,8 +25,11 @@ class GrammarMatcher:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._num_tokens = num_tokens
+        self._vocab_rows = vocab_rows
         self._mask_bytes = -(-vocab_rows // 32) * 4
         self._forced: list[int] = []
+        self._forces_other = False
+        """Whether the next token is forced and is one that the model has no row for."""
 
     @property
     def is_over(self) -> bool:
@@ -33,7 +37,7 @@ class GrammarMatcher:
 
     @property
     def is_stuck(self) -> bool:
-        return self._matcher.is_error()
+        return self._forces_other or self._matcher.is_error()
 
     def allows(self, token: int) -> bool:
         """The same as the token's bit in `mask`."""
@@ -74,6 +78,8 @@ class GrammarMatcher:
         """Models may have more rows than tokens; llguidance's mask covers the tokens, rounded up."""
         if self._find_forced():
             return (1 << self._forced[0]).to_bytes(self._mask_bytes, "little")
+        if self._forces_other:
+            return bytes(self._mask_bytes)
         return self._matcher.compute_bitmask()[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
 
     @property
@@ -89,7 +95,9 @@ class GrammarMatcher:
     def _find_forced(self) -> bool:
         """Whether only one token may follow. Asking for forced bytes is cheaper than for forced tokens."""
         if not self._forced and self._matcher.compute_ff_bytes():
-            self._forced = self._matcher.compute_ff_tokens()
+            found = self._matcher.compute_ff_tokens()
+            self._forced = list(takewhile(lambda token: token < self._vocab_rows, found))
+            self._forces_other = bool(found) and not self._forced
         return bool(self._forced)
 
     def _try(self, token: int) -> int:

@@ -1,6 +1,6 @@
 """Constraints on single tokens: a list of those that are allowed, and words that must not be written.
 
-All of them are `schedule.constraint.Constraint`s.
+All of them are `schedule.constraint.Constraint`s. None ends a text: a request's own stop tokens do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ class AllowedTokens(Matcher):
     is_stuck = False
     is_free = False
 
-    def __init__(self, allowed: frozenset[int], eos_ids: frozenset[int], vocab_rows: int) -> None:
+    def __init__(self, allowed: frozenset[int], vocab_rows: int) -> None:
         self._allowed = allowed
-        self._eos_ids = eos_ids
         self._mask = to_mask(to_bits(allowed), vocab_rows)
 
     def start(self) -> AllowedTokens:
@@ -33,9 +32,6 @@ class AllowedTokens(Matcher):
     def take(self, token: int) -> None:
         pass
 
-    def ends_with(self, token: int) -> bool:
-        return token in self._eos_ids
-
     def mask(self) -> bytes:
         return self._mask
 
@@ -45,7 +41,6 @@ class BannedWords:
     """Forbids the words, each given as its tokens: the last token is banned after the others."""
 
     words: frozenset[tuple[int, ...]]
-    eos_ids: frozenset[int]
     vocab_rows: int
 
     def start(self) -> BannedWordsMatcher:
@@ -66,9 +61,6 @@ class BannedWordsMatcher(Matcher):
 
     def take(self, token: int) -> None:
         self._recent.append(token)
-
-    def ends_with(self, token: int) -> bool:
-        return token in self._rule.eos_ids
 
     def mask(self) -> bytes:
         rows = self._rule.vocab_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,7 +22,10 @@ from levserve.errors import StartupError
 from levserve.weights.progress import Report
 
 LOCK_FILE = ".lock"
+GONE = ".gone"
+"""Ends the name of a folder that is being removed, or was when its process was killed."""
 POLL_SECONDS = 0.2
+OPEN_ATTEMPTS = 100
 
 
 class Lease:
@@ -87,6 +91,10 @@ def make_room(
     used = 0
     if needed <= limit_bytes:
         used = _shrink_others(path, limit_bytes - needed, check)
+        before = None
+        while needed + used > limit_bytes and used != before:  # another process may be removing some of it
+            time.sleep(POLL_SECONDS)
+            before, used = used, _shrink_others(path, limit_bytes - needed, check)
     if needed + used > limit_bytes:
         in_use = f", and {used / 1e6:,.1f} MB are in use" if used else ""
         raise StartupError(
@@ -97,7 +105,12 @@ def make_room(
 
 def _shrink_others(path: Path, allowed_bytes: int, check: Callable[[int], None]) -> int:
     """Removes folders beside `path`, least recently used first; returns the bytes of those that remain."""
-    others = [folder for folder in path.parent.iterdir() if folder.is_dir() and folder != path]
+    others = []
+    for folder in path.parent.iterdir():
+        if folder.suffix == GONE:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.is_dir() and folder != path:
+            others.append(folder)
     others.sort(key=_last_use)
     sizes = {folder: _size(folder) for folder in others}
     check(_least_sum(sizes.values(), sum(sizes.values()) - allowed_bytes))
@@ -121,13 +134,17 @@ def _least_sum(sizes: Iterable[int], least: int) -> int:
 
 def discard(path: Path) -> None:
     """Removes a folder, even one in use; processes that have its files open keep them."""
-    gone = path.with_name(f".{path.name}.{uuid4().hex[:8]}.gone")
+    gone = path.with_name(f".{path.name}.{uuid4().hex[:8]}{GONE}")
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(gone)  # so that no process finds half of it
         shutil.rmtree(gone)
 
 
 def _open_lock(path: Path) -> int:
+    for _ in range(OPEN_ATTEMPTS):
+        with suppress(FileNotFoundError, FileExistsError):  # another process removes it at the same time
+            path.mkdir(parents=True, exist_ok=True)
+            return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     path.mkdir(parents=True, exist_ok=True)
     return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
 
@@ -145,8 +162,11 @@ def _lock(descriptor: int, path: Path, kind: int) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a folder unless it is in use."""
-    descriptor = _open_lock(path)
+    """Removes a folder unless it is in use; whether it is gone, also by another process."""
+    try:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:
+        return True
     try:
         if not _lock(descriptor, path, fcntl.LOCK_EX):
             return False
@@ -157,9 +177,17 @@ def _remove(path: Path) -> bool:
 
 
 def _last_use(path: Path) -> float:
-    lock = path / LOCK_FILE
-    return lock.stat().st_mtime if lock.exists() else 0.0
+    with suppress(FileNotFoundError):
+        return (path / LOCK_FILE).stat().st_mtime
+    return 0.0
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+    """The bytes of its files on disk; those that another process removes meanwhile may or may not count."""
+    total = 0
+    for folder, _, names in os.walk(path):  # which passes over folders that have gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = os.lstat(os.path.join(folder, name))
+                total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    return total

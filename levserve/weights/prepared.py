@@ -45,11 +45,15 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files take memory that the kernel cannot reclaim."""
 SOURCES = (
     "gguf/*.py",
+    "jit/builder.py",
     "jit/host_call.py",
+    "jit/program.py",
+    "jit/target.py",
     "model/aligned.py",
     "model/balance.py",
+    "model/cache.py",
     "model/config.py",
-    "model/cpu/host_rows.py",
+    "model/cpu/host_*.py",
     "model/cpu/rotation.py",
     "model/hadamard.py",
     "model/int4_blocks.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from tokenizers import models, pre_tokenizers
 from levserve.device.masks import fill_masks
 from levserve.errors import BadRequest
 from levserve.observe.metrics import Metrics
-from levserve.schedule.constraint import Matcher
+from levserve.schedule.constraint import Fit, Matcher, take_fitting
 from levserve.text.grammar import GrammarKind, Grammars, GrammarText
-from levserve.text.token_rules import AllowedTokens
+from levserve.text.json_schema import check_schema
+from levserve.text.token_rules import AllowedTokens, BannedWords
 from levserve.text.tokenizer import Tokenizer
+from levserve.text.tools.arguments import arguments_schema, bare_to_json, is_bare, split_arguments
+from levserve.text.tools.request import Tool
 from levserve.text.vocabulary import Vocabulary
 from tests.pure.test_metrics import parse
 
@@ -49,14 +53,17 @@ PERSON = {
 }
 
 
-def make_tokenizer() -> Tokenizer:
-    """A tokenizer with every byte, a few merges and an end token; the model's vocabulary has more rows."""
+def make_tokenizer(*added: str, is_special: bool = True) -> Tokenizer:
+    """A tokenizer with every byte, a few merges and an end token; the model's vocabulary has more rows.
+
+    The end token may be an ordinary added one, and others may be added after it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *("".join(pair) for pair in MERGES)]
     backend = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
+    backend.add_tokens([tokenizers.AddedToken("<end>", special=is_special), *added])
     end = backend.token_to_id("<end>")
     return Tokenizer(Vocabulary(backend, eos_token="<end>", eos_ids=frozenset((end,))))
 
@@ -184,7 +191,7 @@ def test_many_tokens_at_once_are_taken_as_one_at_a_time(shape: str, seed: int) -
 
 @pytest.mark.parametrize("executor", [None, LLExecutor(2)])
 def test_masks_that_are_made_together_are_those_of_each(executor: LLExecutor | None) -> None:
-    allowed = AllowedTokens(frozenset((5, 300)), TOKENIZER.eos_ids, ROWS)
+    allowed = AllowedTokens(frozenset((5, 300)), ROWS)
     matchers: list[Matcher] = [GRAMMARS.compile(wanted).start() for wanted in SHAPES.values()] + [allowed]
     for matcher, token in zip(matchers, TOKENIZER.encode_plain('{["n')):
         if matcher.allows(token):
@@ -308,6 +315,48 @@ def test_a_row_of_the_model_that_is_no_token_does_not_fit_and_does_no_harm() -> 
     assert not matcher.allows(TOKENIZER.vocab_size)
     assert not matcher.allows(ROWS - 1)
     assert not matcher.is_stuck and matcher.forced()
+
+
+@pytest.mark.parametrize(
+    "shape", [asked(GrammarKind.REGEX, "(?s:.*)x"), asked(GrammarKind.JSON_SCHEMA, PERSON)]
+)
+def test_an_end_token_is_never_text_even_if_it_is_not_special(shape: GrammarText) -> None:
+    tokenizer = make_tokenizer(is_special=False)
+    matcher = Grammars(tokenizer, ROWS, COMPILED.append).compile(shape).start()
+    matcher.take_many(tokenizer.encode_plain('{"name": "a'))
+    bits = int.from_bytes(matcher.mask(), "little")
+    (end,) = tokenizer.eos_ids
+    assert bits and not bits >> end & 1
+    assert all(matcher.allows(token) == bool(bits >> token & 1) for token in range(tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize("executor", [None, LLExecutor(2)])
+def test_a_text_that_must_go_on_with_a_token_that_the_model_has_no_row_for_is_stuck(
+    executor: LLExecutor | None,
+) -> None:
+    tokenizer = make_tokenizer("<far>")
+    far = tokenizer.vocab_size - 1
+    rows = far // 32 * 32
+    choices = asked(GrammarKind.CHOICE, ["a<far>", "b<far>"])
+    matcher = Grammars(tokenizer, rows, COMPILED.append).compile(choices).start()
+    free = Grammars(tokenizer, rows, COMPILED.append).compile(asked(GrammarKind.REGEX, "[ab]{3}")).start()
+    (first,) = tokenizer.encode_plain("a")
+    for is_stuck in (False, True):
+        words = np.zeros((2, rows // 32), np.uint32)
+        fill_masks(words, [matcher, free], executor)
+        assert [row.tobytes() for row in words] == [matcher.mask(), free.mask()]
+        assert (matcher.is_stuck, words[0].any()) == (is_stuck, not is_stuck)
+        matcher.take(first)
+        free.take(first)
+
+
+@pytest.mark.parametrize(
+    "rule", [AllowedTokens(frozenset((5, END)), ROWS), BannedWords(frozenset(((7,),)), ROWS)]
+)
+def test_a_rule_about_tokens_ends_no_text(rule: AllowedTokens | BannedWords) -> None:
+    tokens = [5, END, 5]
+    assert take_fitting(rule.start(), tokens, frozenset()) == Fit(3, is_end=False)
+    assert take_fitting(rule.start(), tokens, frozenset((END,))) == Fit(1, is_end=True)
 
 
 def test_a_model_without_an_end_token_has_no_grammars() -> None:

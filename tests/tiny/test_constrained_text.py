@@ -162,8 +162,8 @@ def test_a_constraint_that_is_complete_ends_the_text(llama: Running) -> None:
 
 
 def test_token_lists_hold_and_a_contradiction_ends_the_request(llama: Running) -> None:
-    allowed = AllowedTokens(frozenset((50, 60, 70)), frozenset((2,)), VOCAB)
-    banned = BannedWords(frozenset(((50,), (60, 60))), frozenset((2,)), VOCAB)
+    allowed = AllowedTokens(frozenset((50, 60, 70)), VOCAB)
+    banned = BannedWords(frozenset(((50,), (60, 60))), VOCAB)
     first, second, third = llama.run(
         ask(PROMPTS[0], 12, constraint=allowed),
         ask(PROMPTS[0], 12, constraint=AllOf((allowed, banned)), temperature=1.0),

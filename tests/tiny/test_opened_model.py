@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import pytest
+import tokenizers
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+from tokenizers import models
 
 import levserve
 from levserve.api.model import Model
@@ -35,6 +44,58 @@ def test_a_model_opened_and_closed_five_times_leaves_nothing_behind() -> None:
         assert not [thread for thread in threading.enumerate() if thread not in threads]
         sizes.append(live_bytes())
     assert sizes == [before] * 5
+
+
+def edited_llama(folder: Path, edit: Callable[[dict[str, NDArray[np.float32]]], None], **fields: int) -> Path:
+    """The golden Llama with other numbers, and these fields in its configuration."""
+    shutil.copytree(GOLDEN / "llama", folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_a_vocabulary_may_have_fewer_tokens_than_requests_may_see_at_a_place(
+    tmp_path: Path, kernels: str
+) -> None:
+    def cut(tensors: dict[str, NDArray[np.float32]]) -> None:
+        name = "model.embed_tokens.weight"  # the head shares it
+        tensors[name] = tensors[name][:7].copy()
+
+    folder = edited_llama(tmp_path / "dna", cut, vocab_size=7)
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({f"t{token}": token for token in range(7)}, unk_token="t0")
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    with levserve.open(folder, cache_dir=cache_folder(), kernels=kernels, **SETTINGS) as model:
+        for sampling in ({"temperature": 0}, {"temperature": 1, "top_p": 0.9, "top_k": 50, "seed": 1}):
+            (result,) = model.generate(
+                [[2, 3, 4]], max_tokens=4, ignore_eos=True, logprobs=20, prompt_logprobs=20, **sampling
+            )
+            assert len(result.tokens) == 4 and max(result.tokens) < 7
+            assert result.logprobs is not None
+            for place in result.logprobs:
+                assert sorted(token for token, _ in place.top) == list(range(7))
+                assert math.isclose(sum(math.exp(logprob) for _, logprob in place.top), 1, rel_tol=1e-4)
+
+
+def test_a_pruned_layer_is_served_in_int8(tmp_path: Path) -> None:
+    def prune(tensors: dict[str, NDArray[np.float32]]) -> None:
+        for name in tensors:
+            if name.startswith("model.layers.1.") and tensors[name].ndim == 2:
+                tensors[name] = np.zeros_like(tensors[name])
+
+    folder = edited_llama(tmp_path / "pruned", prune)
+    tokens = []
+    for quantize in ("none", "int8"):
+        settings = SETTINGS | {"quantize": quantize}
+        with levserve.open(folder, cache_dir=cache_folder(), **settings) as model:
+            (result,) = model.generate(CASES[0]["prompt"], max_tokens=1, temperature=0, ignore_eos=True)
+            tokens.append(result.tokens)
+    assert tokens[0] == tokens[1]
 
 
 def test_texts_scores_and_embeddings_are_those_over_http() -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 
 from levserve.api.model import Model
 from levserve.errors import StartupError
+from levserve.jit import code_cache
 from levserve.models.describe import Description, describe
 from levserve.settings.parse import parse_settings
 from levserve.settings.settings import Settings
@@ -31,6 +32,7 @@ from levserve.weights.array_file import DamagedFile, is_whole, map_arrays, write
 from levserve.weights.model_files import ModelFiles
 from tests.conftest import GOLDEN
 from tests.engines import running_engine
+from tests.tiny.test_code_cache import our_imports
 from tests.tiny.test_gguf_kept import quantized_file
 
 ARRAYS = {
@@ -40,6 +42,24 @@ ARRAYS = {
     "eight": np.linspace(-1, 1, 64).astype(ml_dtypes.float8_e4m3fn),
     "none": np.empty((0, 4), np.int8),
 }
+
+FOR_SERVING = (
+    "errors.py",
+    "jit/code_cache.py",
+    "model/attention.py",
+    "model/backend.py",
+    "model/experts.py",
+    "model/fp8_rows.py",
+    "model/placement.py",
+    "model/rotary.py",
+    "model/search.py",
+    "model/text_attention.py",
+    "model/traits.py",
+    "model/xla.py",
+    "observe/control_group.py",
+    "settings/settings.py",
+)
+"""Sources that reading and quantizing import and that decide no number of theirs."""
 
 
 @pytest.fixture
@@ -226,6 +246,22 @@ def test_every_other_quantization_type_and_source_has_a_file_of_its_own(
     monkeypatch.setattr(prepared, "read_sources", lambda patterns: b"a later version")
     load(model, tmp_path)
     assert len(kept_files(tmp_path)) == 6
+
+
+def test_every_source_that_may_change_prepared_numbers_counts() -> None:
+    """They are all that reading and quantizing import, directly or not, except what only serves."""
+    package = code_cache.OUR_SOURCES
+    counted = {path for pattern in prepared.SOURCES for path in package.glob(pattern)}
+    for_serving = {package / name for name in FOR_SERVING}
+    todo = [package / name for name in ("weights/checkpoint.py", "model/balance.py", "model/quantize.py")]
+    found: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in found | for_serving and path.is_relative_to(package):
+            found.add(path)
+            todo += our_imports(path)
+    assert len(found) > 30 and found <= counted
+    assert not for_serving & counted and all(path.is_file() for path in for_serving)
 
 
 def test_a_model_that_changed_is_prepared_again(model: Path, tmp_path: Path, keeps_all: None) -> None:
