@@ -317,6 +317,31 @@ def test_a_row_of_the_model_that_is_no_token_does_not_fit_and_does_no_harm() -> 
     assert not matcher.is_stuck and matcher.forced()
 
 
+KEYWORDS = (
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "properties", "required", "items"),
+    *("additionalProperties", "patternProperties", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    *("minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf", "not", "if", "then"),
+    *("dependentRequired", "propertyNames", "minProperties", "contains", "title", "default", "x-unknown"),
+)
+ODD = ([], {}, 5, None, True, "x", -1, [5], {"a": 5}, [[]], [None], {"a": None}, "#/$defs/x", "#", [{}])
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_an_odd_value_in_a_schema_is_a_mistake_at_most(keyword: str) -> None:
+    for value in ODD:
+        odd: dict[str, Any] = {keyword: value}
+        for schema in (odd, {"type": "object", "properties": {"a": odd}}, {"type": "object"} | odd):
+            tool = Tool("f", None, schema, "tools[0]")
+            with suppress(ValueError, BadRequest):
+                check_schema(schema)
+            with suppress(ValueError, BadRequest):
+                arguments_schema(tool)
+            with suppress(ValueError, BadRequest):
+                for argument in split_arguments(tool):
+                    is_bare(argument.schema)
+                    bare_to_json("5", argument.schema)
+
+
 @pytest.mark.parametrize(
     "shape", [asked(GrammarKind.REGEX, "(?s:.*)x"), asked(GrammarKind.JSON_SCHEMA, PERSON)]
 )
