@@ -72,6 +72,7 @@ class WebServer(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[str] = []
         self.has_ranges = True
+        self.serves_urllib = True
         self.has_listings = True
         self.fails_after: int | None = None  # this many ranges
         self.gate: threading.Barrier | None = None
@@ -99,6 +100,9 @@ class WebHandler(SimpleHTTPRequestHandler):
             return
         if not path.is_file():
             self.send_error(404)
+            return
+        if "Python-urllib" in self.headers.get("User-Agent", "") and not self.server.serves_urllib:
+            self.send_error(403)
             return
         data = path.read_bytes()
         asked = self.headers.get("Range") if self.server.has_ranges else None

@@ -115,6 +115,8 @@ def _read_parts(path: Path) -> GGUFHeader:
     count = header.metadata.get("split.count", 0)
     if count in (0, 1):
         return header
+    if not isinstance(count, int):
+        raise StartupError(f"{path}: split.count = {count!r} is not a number of files")
     paths = [path.with_name(name) for name in part_names(path.name)]
     if len(paths) != count or path != paths[0]:
         raise StartupError(
@@ -194,7 +196,7 @@ class _Cursor:
             if item is GGUFValueType.STRING:
                 texts: list[Value] = [*self.texts(length)]
                 return texts
-            return [self.value(item) for _ in range(length)]
+            raise ValueError("an array of arrays in its header is not supported")
         return self.number(SCALARS[kind])
 
     def numbers(self, form: str, length: int) -> list[Value]:

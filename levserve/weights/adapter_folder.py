@@ -110,11 +110,21 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         rank=fields.integer("r", 8),
         alpha=fields.number("lora_alpha", 8),
         has_root_scale=fields.flag("use_rslora", False),
-        ranks=fields.mapping("rank_pattern").values,
-        alphas=fields.mapping("alpha_pattern").values,
+        ranks=_read_patterns(fields, "rank_pattern"),
+        alphas=_read_patterns(fields, "alpha_pattern"),
         base=base if isinstance(base, str) else "",
         base_revision=revision if isinstance(revision, str) else "",
     )
+
+
+def _read_patterns(fields: Fields, name: str) -> Mapping[str, object]:
+    patterns = fields.mapping(name).values
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error:
+            raise fields.wrong(name, "regular expressions with a value each") from None
+    return patterns
 
 
 def _find_pattern(patterns: Mapping[str, object], module: str, default: object) -> object:

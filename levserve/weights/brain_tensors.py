@@ -100,6 +100,8 @@ def read_shape(path: Path, tensors: Mapping[str, StoredTensor]) -> BrainShape:
             raise StartupError(
                 f"{path}: the {level} level has layers {sorted(numbers)}, which are not consecutive from 0"
             )
+    if experts != set(range(len(experts))):
+        raise StartupError(f"{path}: its experts are {sorted(experts)}, which are not consecutive from 0")
     if is_dense and has_experts:
         raise StartupError(f"{path}: some layers have experts and some have none, which is not supported")
     if has_experts:

@@ -28,7 +28,7 @@ from levserve.gguf.parts import part_names
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.balance import Matrices, balance_arrays, can_balance, leave_unbalanced
-from levserve.model.config import ModelConfig
+from levserve.model.config import ModelConfig, YarnScaling
 from levserve.model.int4_blocks import FourBits
 from levserve.model.packed import Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
@@ -86,6 +86,8 @@ def read_config(path: Path, config_file: Path | None = None) -> ModelConfig:
     rotary_size = config.rotary_size or config.head_dim
     if config.rope_theta is not None and rotary_size % 2:
         raise StartupError(f"{path}: the head size {rotary_size} is odd, but rotary positions need pairs")
+    if isinstance(config.rope_scaling, YarnScaling) and (config.rope_theta or 0) <= 1:
+        raise StartupError(f"{path}: YaRN needs a rope_theta of more than 1")
     if config.experts_per_token > config.num_experts:
         experts = f"{config.experts_per_token} experts per token, but the model has only {config.num_experts}"
         raise StartupError(f"{path}: {experts}")

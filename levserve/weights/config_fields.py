@@ -14,6 +14,9 @@ from levserve.errors import StartupError
 Extras = dict[str, Any]
 """Fields of `ModelConfig`."""
 
+LARGEST = 2**31 - 1
+"""Sizes of arrays have 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -28,10 +31,14 @@ class Fields:
     def get(self, key: str) -> object:
         return self.values.get(key)
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST
+    ) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.wrong(key, f"an integer of at least {minimum}")
+        if value > maximum:
+            raise self.wrong(key, f"an integer of at most {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -19,6 +19,8 @@ from levserve.weights.family_readers import (
     gemma3_layers,
     no_layer,
     olmo3_layers,
+    qwen2_moe_layers,
+    qwen3_moe_layers,
     qwen_layers,
     read_attention_bias,
     read_cohere,
@@ -169,12 +171,14 @@ FAMILIES: dict[str, Family] = {
         },
         defaults={"rms_norm_eps": 1e-6},
     ),
-    "MixtralForCausalLM": Family({}, read_mixtral_experts, every_layer, {"num_local_experts": None}),
+    "MixtralForCausalLM": Family(
+        {}, read_mixtral_experts, every_layer, {"num_local_experts": None}, {"rope_theta": 1e6}
+    ),
     "Qwen3MoeForCausalLM": Family(
-        {"qk_norm": True}, read_qwen3_moe, qwen_layers, QWEN_EXPERTS, {"sliding_window": 4096}
+        {"qk_norm": True}, read_qwen3_moe, qwen3_moe_layers, QWEN_EXPERTS, {"sliding_window": 4096}
     ),
     "Qwen2MoeForCausalLM": Family(
-        {"has_shared_gate": True}, read_qwen2_moe, qwen_layers, QWEN_EXPERTS, {"sliding_window": 4096}
+        {"has_shared_gate": True}, read_qwen2_moe, qwen2_moe_layers, QWEN_EXPERTS, {"sliding_window": 4096}
     ),
     "Glm4MoeForCausalLM": Family(
         {},

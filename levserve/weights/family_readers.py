@@ -42,6 +42,17 @@ def qwen_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer >= first for layer in range(num_layers)]
 
 
+def qwen2_moe_layers(fields: Fields, num_layers: int) -> list[bool]:
+    if not fields.flag("use_sliding_window", False):
+        return [False] * num_layers
+    end = fields.integer("max_window_layers", QWEN_WINDOW_FROM, minimum=0)
+    return [layer % 2 == 0 and layer < end for layer in range(num_layers)]
+
+
+def qwen3_moe_layers(fields: Fields, num_layers: int) -> list[bool]:
+    return [fields.flag("use_sliding_window", False)] * num_layers
+
+
 def gemma2_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer % 2 == 0 for layer in range(num_layers)]
 

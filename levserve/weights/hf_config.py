@@ -48,6 +48,9 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False, None),
 }
 
+MAX_LAYERS = 10_000
+"""Ten times as many as any model has: a list with an entry for each must fit the memory."""
+
 
 def read_hf_config(path: Path) -> ModelConfig:
     """The model's configuration. Also refuses a checkpoint in a quantized format that cannot be read."""
@@ -72,7 +75,7 @@ def make_hf_config(written: Fields) -> ModelConfig:
     fields.require({key: values for key, values in supported.items() if values is not None})
     hidden_size = fields.integer(family.key("hidden_size"))
     num_heads = fields.integer(family.key("num_attention_heads"))
-    num_layers = fields.integer(family.key("num_hidden_layers"))
+    num_layers = fields.integer(family.key("num_hidden_layers"), maximum=MAX_LAYERS)
     max_position = fields.integer(family.key("max_position_embeddings"))
     head_dim = fields.integer("head_dim", hidden_size // num_heads)
     extras = family.always | family.read(fields)
@@ -108,8 +111,10 @@ def _read_fields(path: Path) -> Fields:
 
 def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
-    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in FAMILIES:
-        return FAMILIES[architectures[0]]
+    if isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str):
+        family = FAMILIES.get(architectures[0])
+        if family is not None:
+            return family
     given = "it names no architecture"
     if architectures:
         given = f"architectures = {architectures!r} is not supported"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -142,21 +143,21 @@ def plain_name(name: str) -> str:
 
 def find_files(folder: Path) -> list[Path]:
     """The checkpoint's files, safetensors if there are any; other files, such as copies, are ignored."""
-    files = sorted(folder.glob("*.safetensors"))
     for single, index in zip(SINGLE_FILES, INDEX_FILES):
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
             return _indexed_files(folder / index)
-        if len(files) == 1:
-            return files
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
     expected = ", ".join((*SINGLE_FILES, *INDEX_FILES))
     raise StartupError(f"{folder} has none of {expected}, and {len(files)} other .safetensors files")
 
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(map(os.fspath, json.loads(index.read_bytes())["weight_map"].values())))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise StartupError(
             f"cannot read {index}: expected a table weight_map of tensors and files"

@@ -275,6 +275,14 @@ def test_a_web_server_without_ranges_sends_a_large_file_whole(web: WebServer, ca
     assert cache.find(f"{web.address}/big.gguf").path.read_bytes() == content
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_web_server_that_refuses_urllib_sends_a_large_file_whole(web: WebServer, cache: Cache) -> None:
+    content = some_bytes(3 << 16)
+    (web.folder / "big.gguf").write_bytes(content)
+    web.serves_urllib = False
+    assert cache.find(f"{web.address}/big.gguf").path.read_bytes() == content
+
+
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_file_whose_checksum_is_wrong_is_thrown_away(
     google: Any, amazon: Any, cache: Cache, scheme: str, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_saved_modules_replace_those_of_the_model(tmp_path: Path) -> None:
         ({"target_parameters": ["mlp.experts"]}, "target_parameters = .* is not supported"),
         ({"lora_alpha": "x"}, "lora_alpha = 'x' is not a number above 0"),
         ({"r": 5}, r"down_proj have the shapes \[4, 128\] and \[64, 4\], expected \[5, 128\] and \[64, 5\]"),
+        ({"rank_pattern": {"q_proj(": 8}}, "rank_pattern = .* is not regular expressions"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern has 0 for model.layers.0.self_attn.q_proj"),
     ],
 )

@@ -162,6 +162,15 @@ def test_weights_that_do_not_fit_are_refused(tensors: dict[str, Any], expected: 
         describe(settings, find_source(settings, lambda _: None)).load_arrays(lambda _: None)
 
 
+def test_experts_are_numbered_without_a_hole(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "hrm-tiny-moe", tmp_path / "brain"))
+    tensors = load_file(folder / STUDENT)
+    kept = {name: value for name, value in tensors.items() if ".experts.1." not in name}
+    save_file(kept, folder / STUDENT)
+    with pytest.raises(StartupError, match=r"its experts are \[0, 2.*\], which are not consecutive from 0"):
+        read(folder)
+
+
 def test_a_malicious_pt_file_is_refused_and_nothing_in_it_runs(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     folder = Path(shutil.copytree(GOLDEN / "hrm-tiny-dense-pt", tmp_path / "brain"))

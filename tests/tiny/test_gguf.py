@@ -289,6 +289,21 @@ def test_file_that_ends_within_its_header_is_called_that_wherever_it_ends(tmp_pa
             read_header(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("a.nested", struct.pack("<IIQ", 9, 9, 1) * 2000, "an array of arrays"),
+        ("split.count", struct.pack("<IIQ", 9, 4, 0), r"split.count = \[\] is not a number"),
+        ("split.count", struct.pack("<IQ", 8, 1) + b"x", "split.count = 'x' is not a number"),
+    ],
+)
+def test_odd_values_in_a_header_are_refused(key: str, value: bytes, named: str, tmp_path: Path) -> None:
+    name = struct.pack("<Q", len(key)) + key.encode()
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + name + value)
+    with pytest.raises(StartupError, match=named):
+        read_header(tmp_path / "x.gguf")
+
+
 def test_text_in_a_header_that_is_not_utf_8_is_called_damage(tmp_path: Path) -> None:
     metadata: dict[str, Value] = {"general.architecture": "llama", "a.word": "grüße"}
     path = write_gguf(tmp_path / "x.gguf", metadata, {"t": (np.zeros(4, np.float32), Kind.F32)})

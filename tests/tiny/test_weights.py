@@ -35,7 +35,7 @@ from levserve.model.config import (
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import angles_at, inverse_frequencies
 from levserve.weights.checkpoint import load_arrays, read_config
-from levserve.weights.hf_tensors import read_tensors
+from levserve.weights.hf_tensors import find_files, read_tensors
 from levserve.weights.mapping import release_pages
 from levserve.weights.progress import Progress
 from levserve.weights.tensor_names import Format, find_targets
@@ -309,6 +309,22 @@ def test_window_of_qwen_starts_at_max_window_layers(family: str, tmp_path: Path)
     assert read_config(change_config(folder, use_sliding_window=True)).windows == (None, None, 8)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert read_config(change_config(folder, layer_types=types)).windows == (8, None, 8)
+
+
+@pytest.mark.parametrize(("family", "windows"), [("qwen3-moe", (8, 8, 8)), ("qwen2-moe", (8, None))])
+def test_windows_of_mixtures_of_qwen_are_their_own(
+    family: str, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    folder = change_config(
+        folder_of(family, tmp_path), layer_types=..., sliding_window=8, max_window_layers=3
+    )
+    assert read_config(folder).windows == ()
+    assert read_config(change_config(folder, use_sliding_window=True)).windows == windows
+
+
+def test_absent_theta_of_mixtral_is_a_million(tmp_path: Path) -> None:
+    folder = change_config(folder_of("mixtral", tmp_path), rope_parameters=..., rope_theta=...)
+    assert read_config(folder).rope_theta == 1e6
 
 
 def test_attention_bias_brings_biases_on_both_sides(llama: Path, tmp_path: Path) -> None:
@@ -591,7 +607,7 @@ def test_unsupported_rotary_scaling_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "architectures", [["MambaForCausalLM"], ["LlamaForSequenceClassification"], [], None, ...]
+    "architectures", [["MambaForCausalLM"], ["LlamaForSequenceClassification"], [], None, ..., [[]], [{}]]
 )
 def test_other_architecture_is_refused_with_the_list_of_ours(architectures: object, llama: Path) -> None:
     with pytest.raises(
@@ -612,6 +628,19 @@ def test_missing_key_is_named(key: str, llama: Path) -> None:
 def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:
     with pytest.raises(StartupError, match="4 query heads cannot share 3"):
         read_config(change_config(llama, num_key_value_heads=3))
+
+
+@pytest.mark.parametrize("size", [10**30, 2**31])
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_size_beyond_all_arrays_is_refused(key: str, size: int, llama: Path) -> None:
+    with pytest.raises(StartupError, match=f"{key} = {size} is not an integer of at most"):
+        read_config(change_config(llama, **{key: size}))
+
+
+def test_yarn_needs_pairs_that_turn_at_different_speeds(llama: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1}
+    with pytest.raises(StartupError, match="YaRN needs a rope_theta of more than 1"):
+        read_config(change_config(llama, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
@@ -891,6 +920,21 @@ def test_shard_that_is_not_there_is_named(llama: Path) -> None:
     (llama / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(StartupError, match=r"do not exist: model-00002-of-00002\.safetensors"):
         load(llama)
+
+
+@pytest.mark.parametrize("name", [5, None, ["a"]])
+def test_an_index_that_names_no_file_is_one_line(name: object, llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": name}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(StartupError, match="expected a table weight_map of tensors and files"):
+        load(llama)
+
+
+def test_a_stray_file_is_not_taken_for_the_weights(llama: Path) -> None:
+    shutil.copy(GOLDEN / "torch-state-dict.bin", llama / "pytorch_model.bin")
+    (llama / "model.safetensors").rename(llama / "optimizer.safetensors")
+    assert find_files(llama) == [llama / "pytorch_model.bin"]
 
 
 def test_single_file_of_another_name_is_read(llama: Path) -> None:
