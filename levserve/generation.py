@@ -98,7 +98,7 @@ class Choice:
       computed.
     - A `reader` splits the text into content, thoughts and calls of tools.
     - A prompt with several choices is scored only for the first. The others show the scores of `scored_by`,
-      which are complete before any of them has a token.
+      which are complete before any of them has a token. There are `num_scores` of them.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Choice:
         num_logprobs: int | None = None,
         echo: Echo | None = None,
         scored_by: Choice | None = None,
+        num_scores: int = 0,
         reader: PartReader | None = None,
     ) -> None:
         self._detokenizer = detokenizer
@@ -118,6 +119,7 @@ class Choice:
         self._num_logprobs = num_logprobs
         self._echo = echo
         self._scored_by = scored_by or self
+        self._num_scores = num_scores
         self._reader = reader
         self.num_tokens = 0
         self.num_thought_tokens = 0
@@ -224,6 +226,9 @@ class Choice:
             cuts_call=self._stops.is_matched and self._has_open_call(),
         )
 
+    def _lacks_scores(self) -> bool:
+        return self._echo is not None or len(self._scored_by.prompt_logprobs) < self._num_scores
+
     def _note_call(self, part: Part) -> None:
         match part:
             case CallStart():
@@ -263,7 +268,7 @@ class Choice:
                 raise BadRequest(
                     "The constraints on the text leave no token to go on with, or are too costly to follow."
                 )
-            case FinishReason.DEADLINE if self._echo is not None:
+            case FinishReason.DEADLINE if self._lacks_scores():
                 raise DeadlineExceeded("The request's time ran out before its prompt was scored.")
         return finish
 

@@ -42,6 +42,11 @@ class Catalogue:
         if is_given and not named:
             names = settings.served_model_name or (_name_of(settings.model),)
             own = replace(settings, served_model_name=names)
+            if own.main_name in self._sections:
+                raise ConfigError(
+                    f"--model {settings.model} would be served as {own.main_name}, and a section "
+                    f"[model.{own.main_name}] serves another one: give it another --served-model-name"
+                )
             self._sections = {own.main_name: own, **self._sections}
             self.default = own.main_name
         elif "model" in settings.sources:

@@ -31,7 +31,8 @@ def make_choices(
     """
     skips = body.skip_special_tokens is not False
     choices: list[Choice] = []
-    for echo in _echoes(body, tokenizer, prompts, cut or [False] * len(prompts)):
+    echoes = _echoes(body, tokenizer, prompts, cut or [False] * len(prompts))
+    for prompt, echo in zip(prompts, echoes, strict=True):
         first: Choice | None = None
         for _ in range(body.num_sequences):
             choice = Choice(
@@ -43,6 +44,7 @@ def make_choices(
                 num_logprobs=body.num_logprobs,
                 echo=echo,
                 scored_by=first,
+                num_scores=0 if body.prompt_logprobs is None else len(prompt) - 1,
                 reader=make_reader(),
             )
             first = first or choice

@@ -41,15 +41,20 @@ class Policy(NamedTuple):
             settings.truncate_prompts,
         )
 
+    @property
+    def open_limit(self) -> int:
+        """The most tokens of an answer that may be as long as the context allows; 0 for no limit."""
+        return min(filter(None, (self.default_max_tokens, self.max_new_tokens)), default=0)
+
     def apply_to(self, body: GenerationBody) -> Permitted:
         """Raises `BadRequest` for a body that asks for too many tokens, where that is refused."""
         if self.default_temperature is not None and body.temperature is None:
             body = structs.replace(body, temperature=self.default_temperature)
         field = body.limit_field
-        if field is None and self.default_max_tokens:
+        if body.max_length is not None and field is None and self.default_max_tokens:
             body = structs.replace(body, max_tokens=self.default_max_tokens)
         most = self.max_new_tokens
-        # Without a length, `prepare` takes the smaller of this limit and what the context holds.
+        # Without a length, `prepare` takes the smaller of `open_limit` and what the context holds.
         if not most or body.max_length is None or body.max_length <= most:
             return Permitted(body, [])
         if field is None:  # only a default is lowered: the client gets what it asked for

@@ -83,7 +83,7 @@ def prepare(
     if len(prompts) > 1:
         params = [f"{body.prompt_param}[{index}]" for index in range(len(prompts))]
     limits = [
-        _fit(prompt, body, model, policy.max_new_tokens, param)
+        _fit(prompt, body, model, policy.open_limit, param)
         for prompt, param in zip(prompts, params, strict=True)
     ]
     allowed = body.allowed_token_ids or ()
@@ -204,7 +204,12 @@ def tokenize(body: GenerationBody, model: ServedModel, *, checks_length: bool) -
             for prompt in body.prompts
         ]
     assert isinstance(body, ChatBody)
-    conversation = make_conversation(body.messages, body.find_tools(), template_kwargs(body, model), model)
+    try:
+        conversation = make_conversation(
+            body.messages, body.find_tools(), template_kwargs(body, model), model
+        )
+    except RecursionError:
+        raise BadRequest("'messages' is nested too deeply.", param="messages") from None
     if checks_length:
         check_length(conversation.num_chars, model, "messages", num_messages=len(body.messages))
     try:
@@ -264,15 +269,13 @@ def _cut(
     else:
         # Any room is enough for a prompt that fits; one that is cut leaves some for an answer.
         needed = 1
-        wanted = max(min(policy.max_new_tokens or model.max_seq_len, model.max_seq_len // ANSWER_SHARE), 1)
+        wanted = max(min(policy.open_limit or model.max_seq_len, model.max_seq_len // ANSWER_SHARE), 1)
     kept = truncation.num_kept(len(prompt), model.max_seq_len - needed, model.max_seq_len - wanted)
     is_text = not isinstance(body, CompletionBody) or isinstance(body.prompts[0], str)
     return keep_last(prompt, kept, bos_of(model.tokenizer) if is_text else None)
 
 
-def _fit(
-    prompt: Sequence[int], body: GenerationBody, model: ServedModel, max_new_tokens: int, param: str
-) -> int:
+def _fit(prompt: Sequence[int], body: GenerationBody, model: ServedModel, open_limit: int, param: str) -> int:
     """The most tokens that may follow this prompt; `param` names it in errors."""
     if not prompt:
         raise BadRequest(f"'{param}' has no tokens.", param=param)
@@ -280,7 +283,7 @@ def _fit(
     if body.max_length is not None:
         limit = min(body.max_length, max(room, 1)) if body.cuts_limit else body.max_length
     else:
-        limit = min(max(room, 1), max_new_tokens or model.max_seq_len)
+        limit = min(max(room, 1), open_limit or model.max_seq_len)
     if limit > room:
         raise ContextTooLong(len(prompt), limit, model.max_seq_len, param=param)
     if (body.min_tokens or 0) > limit:

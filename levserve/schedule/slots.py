@@ -79,9 +79,13 @@ class Slots:
         self._give_back(sequence)
         sequence.is_ended = True
 
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request; None when it has ended."""
+        return self.running.get(request_id) or self.waiting.get(request_id)
+
     def end(self, request_id: str, finish: FinishReason) -> SequenceUpdate | None:
         """Ends a sequence from outside; None when it has ended already."""
-        sequence = self.running.get(request_id) or self.waiting.get(request_id)
+        sequence = self.find(request_id)
         if sequence is None:
             return None
         self.drop(sequence)

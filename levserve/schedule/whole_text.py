@@ -116,7 +116,8 @@ class WholeTextScheduler(SlotScheduler[Slots]):
         self._turn += 1
         rests = is_resting(self._slots) and not self._rest.takes_turn()
         running = live_only(self._slots.running) if rests else self._slots.running
-        in_turn = sorted(running, key=lambda sequence: (sequence.turn, *sequence.rank))
+        ready = [sequence for sequence in running if not self._waits_for_scores(sequence)]
+        in_turn = sorted(ready, key=lambda sequence: (sequence.turn, *sequence.rank))
         is_busy = any(not _has_prompt_work(sequence) for sequence in in_turn)
         prompt_tokens = max_prefill if is_busy and max_prefill is not None else self.budget.round_tokens
         work = _Work(self.budget)
@@ -148,6 +149,12 @@ class WholeTextScheduler(SlotScheduler[Slots]):
 
     def forget_prefixes(self) -> None:
         """Does nothing: no part of a text is kept."""
+
+    def _waits_for_scores(self, sequence: Sequence) -> bool:
+        """Whether it shows the scores of a prompt that another sequence has not scored to the end."""
+        scorer = sequence.request.shares_prompt_of
+        found = None if scorer is None else self._slots.find(scorer)
+        return found is not None and bool(_unscored(found))
 
     def _plan_row(self, sequence: Sequence) -> Row:
         assert sequence.slot is not None and sequence.num_pending == 0

@@ -110,6 +110,15 @@ def test_a_default_that_cannot_be_is_refused_and_of_others_one_is_warned(
         check_models(replace(base, models={"bad": bad, "good": good}))
 
 
+def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "serve.ini"
+    config.write_text(f"[model.gpt]\nmodel = {GOLDEN / 'qwen2'}\n")
+    flags = ["--config", str(config), "--model", str(GOLDEN / "llama"), "--served-model-name"]
+    with pytest.raises(ConfigError, match=r"served as gpt, and a section \[model\.gpt\] serves another one"):
+        Catalogue(settings_of(*flags, "gpt"))
+    assert Catalogue(settings_of(*flags, "other")).names() == ["other", "gpt"]
+
+
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no model"):
         Catalogue(settings_of("--models-dir", str(tmp_path)))

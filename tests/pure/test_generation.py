@@ -101,6 +101,17 @@ def test_a_deadline_after_some_tokens_ends_with_what_there_is() -> None:
     assert deltas[-1][1].finish is FinishReason.DEADLINE
 
 
+def test_a_deadline_before_all_wanted_scores_is_an_error() -> None:
+    first, other = choice(num_scores=2), choice()
+    scored = TokenBatch((20,), prompt_logprobs=(TokenLogprob(-1.0),))
+    late = TokenBatch((), finish=FinishReason.DEADLINE)
+    with pytest.raises(DeadlineExceeded, match="before its prompt was scored"):
+        run([(1, TokenBatch((10,))), (0, scored), (0, late)], [first, other])
+    whole = choice(num_scores=1)
+    deltas, _ = run([(0, scored), (0, late)], [whole])
+    assert deltas[-1][1].finish is FinishReason.DEADLINE
+
+
 def test_a_deadline_that_some_choices_never_began_before_ends_all_with_what_there_is() -> None:
     late = TokenBatch((), finish=FinishReason.DEADLINE)
     deltas, _ = run([(1, TokenBatch((20,))), (0, late), (1, late)], [choice(), choice()])

@@ -85,6 +85,18 @@ def test_one_of_several_models_may_have_a_cap_of_its_own() -> None:
         assert num_generated(app, TEXT, max_tokens=9)[0] == 3
 
 
+def test_a_default_length_leaves_out_what_the_context_does_not_hold() -> None:
+    with serving(default_max_tokens=60) as app:
+        words = " ".join(f"t{number}" for number in range(17, 37))
+        chat = {"model": "toy", "messages": [{"role": "user", "content": words}], "temperature": 0}
+        reply = app.post("/v1/chat/completions", chat)
+        assert reply.status_code == 200, reply.text
+        usage = (reply.json or {})["usage"]
+        assert usage["total_tokens"] <= 64
+        asked = app.post("/v1/chat/completions", chat | {"max_tokens": 60})
+        assert asked.status_code == 400 and "maximum context length" in asked.text
+
+
 def test_the_operators_defaults_hold_for_generate_too() -> None:
     with serving(default_max_tokens=3, default_temperature=0.0) as app:
         body = {"prompts": ["t17"], "seed": 2}

@@ -197,6 +197,7 @@ def test_the_operators_defaults_are_for_those_who_say_nothing(
         {"prompt": "t17"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "t17"}]}
     )
     body = decode(json.dumps({"model": MODEL} | start | fields).encode(), kind)
-    (request,) = prepare(Policy(7, 0.25).apply_to(body).body, SERVED, Seeds(None), "id", None).requests
+    policy = Policy(7, 0.25)
+    (request,) = prepare(policy.apply_to(body).body, SERVED, Seeds(None), "id", None, policy).requests
     assert (request.max_tokens, request.sampling.temperature) == wanted
     assert Policy(0, None).apply_to(body).body is body

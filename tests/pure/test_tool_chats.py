@@ -198,6 +198,18 @@ def test_a_mistake_is_a_400_that_names_it(app: App, fields: dict[str, Any], para
     assert app.refuse(CHAT, body("Hello", stream=True, **fields)) == (400, param)
 
 
+@pytest.mark.parametrize("depth", [480, 700, 900, 1500])
+def test_a_past_call_whose_arguments_are_nested_deeply_is_a_mistake_at_most(app: App, depth: int) -> None:
+    arguments = '{"x": ' + "[" * depth + "]" * depth + "}"
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    past = [
+        {"role": "user", "content": "t17"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "1"},
+    ]
+    assert app.post(CHAT, {"model": "toy", "messages": past, "max_tokens": 1}).status_code in (200, 400)
+
+
 def test_tools_and_calls_are_rendered_for_people_too() -> None:
     template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     history = [

@@ -105,6 +105,26 @@ def test_the_token_after_a_scored_prompt_comes_with_its_last_scores_or_after_the
         assert scores == [-2.0, -3.0] and tokens == [7, 7]
 
 
+def test_other_choices_wait_until_the_first_has_scored_their_prompt() -> None:
+    scheduler = make(round_tokens=16)
+    scheduler.add(ask("first", 4, 2, score_from=1))
+    scheduler.add(ask("second", 4, 2, shares_prompt_of="first"))
+    is_scored = False
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        assert is_scored or names(plan) == ["first"]
+        is_scored |= any(chunk.is_last for chunk in plan.chunks)
+    assert is_scored
+
+
+def test_other_choices_go_on_if_the_first_is_cancelled_before_its_prompt_is_scored() -> None:
+    scheduler = make(round_tokens=16)
+    scheduler.add(ask("first", 4, 2, score_from=1))
+    scheduler.add(ask("second", 4, 1, shares_prompt_of="first"))
+    scheduler.end("first", FinishReason.CANCELLED)
+    assert names(step(scheduler)[0]) == ["second"]
+
+
 def test_scores_in_one_pass_are_one_text() -> None:
     scheduler = make(round_tokens=8)
     scheduler.add(ask("a", 16, 0, score_from=3, scores_in_one_pass=True))
