@@ -12,7 +12,7 @@ import socket
 
 from levserve.generation import Delta
 from levserve.web.events import StreamEvents
-from levserve.web.heartbeat import Heartbeat
+from levserve.web.heartbeat import PING, Heartbeat
 
 
 class Relay:
@@ -29,21 +29,27 @@ class Relay:
         self._rest = b""
 
     def __call__(self, index: int, delta: Delta) -> bool:
-        """Sends a delta's event; False leaves it, or the rest of it, to the HTTP thread."""
+        """Sends a delta's event; False leaves the rest of it to the HTTP thread.
+
+        Also when nothing could be sent, the event is kept: events are numbered and their text is gathered, so
+        a delta's event must be made only once.
+        """
         event = self._events.delta(index, delta)
-        if not event:
-            return not self._heartbeat.is_due()  # there are tokens, but their text is held back
+        if not event:  # there are tokens, but their text is held back
+            if not self._heartbeat.is_due():
+                return True
+            event = PING
         chunk = b"%X\r\n%b\r\n" % (len(event), event)
         try:
             num_sent = self._client.send(chunk, socket.MSG_DONTWAIT)
-        except OSError:  # no room in the socket's buffer, or the client has gone
-            return False
+        except OSError:  # no room in the socket's buffer, or the client has gone, which `send_rest` finds
+            num_sent = 0
         self._heartbeat.restart()
         self._rest = chunk[num_sent:]
         return not self._rest
 
     def send_rest(self) -> bool:
-        """Whether a part of the last event was sent before; if so, blocks until the rest of it is sent."""
+        """Whether the last event was not sent as a whole; if so, blocks until the rest of it is sent."""
         if not self._rest:
             return False
         rest, self._rest = self._rest, b""

@@ -11,29 +11,43 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levserve.answers.answer import ChatAnswer
 from levserve.engine.stream import TokenStream
-from levserve.generation import Choice, Deltas
+from levserve.generation import Choice, Delta, Deltas
 from levserve.request.chat_message import Message
 from levserve.request.schema import ChatBody
 from levserve.schedule.request import FinishReason, TokenBatch
 from levserve.text.detokenizer import Detokenizer, Spelling
+from levserve.text.parts import Content, Thought
 from levserve.text.stops import StopStrings
 from levserve.web import sse
-from levserve.web.events import ChunkStream
-from levserve.web.heartbeat import Heartbeat
+from levserve.web.events import ChunkStream, StreamKind
+from levserve.web.heartbeat import PING, Heartbeat
+from levserve.web.messages.answer import MessageAnswer
+from levserve.web.messages.events import MessageEvents
+from levserve.web.relay import Relay
 from levserve.web.request_log import RequestLog
+from levserve.web.responses.body import ResponseBody
+from levserve.web.responses.events import ResponseStream
+from levserve.web.responses.exchange import Exchange
+from levserve.web.responses.store import ResponseStore
 from levserve.web.run import Run
 from tests.fake_device import serve_toy
+from tests.pure.test_message_events import join_events, make_run
 from tests.waiting import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODEL = serve_toy("toy", 64)
 BODY = ChatBody(model="toy", messages=[Message(role="user", content="t1")], stream=True)
+
+
+def make_narrow(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it a few KB
 
 
 class Wire:
@@ -46,17 +60,18 @@ class Wire:
         heartbeat: float = 0,
         stops: Sequence[str] = (),
         is_narrow: bool = False,
+        kind: StreamKind | None = None,
     ) -> None:
         self.ours, self.clients = socket.socketpair()
         if is_narrow:
-            self.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it a few KB
+            make_narrow(self.ours)
         self.closed: list[str] = []
         self.tokens = TokenStream(["0"], lambda request_id, finish: self.closed.append(finish))
         choice = Choice(Detokenizer(spell, Spelling(is_byte_level=True)), StopStrings(stops))
         request_log = RequestLog("id", "POST", "/", choices=[choice])
         run = Run(BODY, MODEL, [[1]], [choice], Deltas(self.tokens, [choice]), request_log)
         beat = Heartbeat(heartbeat, time.monotonic())
-        self.pieces = sse.stream(run, ChunkStream(ChatAnswer), beat, self.ours)
+        self.pieces = sse.stream(run, kind or ChunkStream(ChatAnswer), beat, self.ours)
         self.num_written = 0
 
     def write(self) -> None:
@@ -121,6 +136,73 @@ def test_a_client_gets_every_byte_once_and_in_order_however_slowly_it_reads(
         wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
         written.result(20)
         assert text_of(answer.result(20)) == "".join(spell(token).decode() for token in range(len(sizes)))
+
+
+def test_a_response_is_stored_as_it_was_streamed_however_slowly_its_client_reads() -> None:
+    """Its events are numbered and gather the text, so each must be made once, even if there is no room."""
+    store = ResponseStore(1, 2**20)
+    body = msgspec.json.decode(b'{"model": "toy", "input": "t1", "stream": true}', type=ResponseBody)
+    exchange = Exchange(body, store, "")
+    text = "".join(f"{token} " for token in range(200))
+    with wired(lambda token: b"%d " % token, is_narrow=True, kind=ResponseStream(exchange)) as (wire, pool):
+        written = pool.submit(wire.write)
+        for token in range(200):
+            wire.tokens.put(0, TokenBatch((token,)))
+        wire.tokens.put(0, TokenBatch((), finish=FinishReason.LENGTH))
+        answer = pool.submit(wire.read, 500, lambda: time.sleep(0.0001))
+        written.result(20)
+        events = [json.loads(event.partition("\ndata: ")[2]) for event in answer.result(20)]
+    kept = store.get(exchange.draft.id, "")
+    assert kept is not None
+    assert json.loads(bytes(kept.response)) == events[-1]["response"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == text
+    assert "".join(event["delta"] for event in events if event["type"].endswith("text.delta")) == text
+    assert [event["text"] for event in events if event["type"].endswith("text.done")] == [text]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+
+
+def test_blocks_of_a_message_begin_and_end_even_if_there_is_no_room_for_them_at_once() -> None:
+    run = make_run()
+    events = MessageEvents(MessageAnswer(run), "id")
+    begun = events.opening() + events.delta(0, Delta("", parts=(Thought("hm"),)))
+    ours, clients = socket.socketpair()
+    with closing(ours), closing(clients), ThreadPoolExecutor(1) as pool:
+        make_narrow(ours)
+        relay = Relay(ours, events, Heartbeat(0, time.monotonic()))
+        num_filled = fill(ours)
+        assert not relay(0, Delta("", parts=(Content("Hello"),)))
+        sent = pool.submit(relay.send_rest)
+        read_exactly(clients, num_filled)
+        assert sent.result(20)
+        size, chunk = clients.recv(2**16).split(b"\r\n", 1)
+    run.choices[0].add(TokenBatch((), finish=FinishReason.STOP))
+    ended = events.delta(0, Delta("", finish=FinishReason.STOP, parts=())) + events.closing()
+    content = join_events(begun + chunk[: int(size, 16)] + ended)["content"]
+    assert [block["type"] for block in content] == ["thinking", "text"]
+    assert content[0]["thinking"] == "hm" and content[1]["text"] == "Hello"
+
+
+def test_a_sign_of_life_is_sent_at_once_when_tokens_show_nothing_for_long() -> None:
+    ours, clients = socket.socketpair()
+    with closing(ours), closing(clients):
+        relay = Relay(ours, ChunkStream(ChatAnswer).begin(make_run()), Heartbeat(1, time.monotonic() - 1))
+        assert relay(0, Delta("", (1,)))
+        assert clients.recv(100) == b"%X\r\n%b\r\n" % (len(PING), PING)
+        assert not relay.send_rest()
+
+
+def fill(sock: socket.socket) -> int:
+    """Sends until there is no room; the number of bytes."""
+    num_sent = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            num_sent += sock.send(b"x" * 100, socket.MSG_DONTWAIT)
+    return num_sent
+
+
+def read_exactly(sock: socket.socket, size: int) -> None:
+    while size:
+        size -= len(sock.recv(size))
 
 
 def test_a_streams_own_thread_sends_only_its_first_and_last_words() -> None:
