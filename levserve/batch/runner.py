@@ -20,7 +20,7 @@ from levserve.api.work import Job, Runtime, Work
 from levserve.batch.endpoints import Gathered, Limits, LineWork, Moments, Part, make_work, read_body
 from levserve.batch.line import InputLine, RequestLine, ResultLine, find_custom_id, make_result
 from levserve.batch.ordering import ReadyLine
-from levserve.errors import RetryLater, ServeError
+from levserve.errors import Conflict, RetryLater, ServeError
 from levserve.generation import ClientGone, Delta
 from levserve.models.handle import ModelHandle
 from levserve.models.registry import Registry
@@ -132,20 +132,25 @@ class Runner:
         left = iter(lines)
         running: set[RunningLine] = set()
         num_sequences = 0
+        kept: ReadyLine | None = None  # it waits for its model until no line runs
         is_at_end = False
         try:
             while True:
                 while not is_at_end and num_sequences < self._max_sequences and is_wanted():
-                    ready = next(left, None)
+                    ready = kept or next(left, None)
+                    kept = None
                     if ready is None:
                         is_at_end = True
                         break
-                    begun = self._begin(ready, is_wanted)
+                    begun = self._begin(ready, is_wanted, may_wait=not running)
                     if isinstance(begun, LineResult):
                         yield begun
                     elif begun is not None:
                         running.add(begun)
                         num_sequences += begun.work.num_sequences
+                    else:
+                        kept = ready
+                        break
                 self._check_stop()
                 if not running or not is_wanted():
                     return
@@ -169,15 +174,20 @@ class Runner:
         if self._stopping.is_set():
             raise Interrupted
 
-    def _begin(self, ready: ReadyLine, is_wanted: Callable[[], bool]) -> RunningLine | LineResult | None:
-        """Starts a line; returns its result if it cannot run, and None if the batch is no longer wanted."""
+    def _begin(
+        self, ready: ReadyLine, is_wanted: Callable[[], bool], *, may_wait: bool
+    ) -> RunningLine | LineResult | None:
+        """Starts a line, or returns its result if it cannot run.
+
+        Returns None if the line must wait for its model and may not, or if the batch is no longer wanted.
+        """
         line, request = ready
         if isinstance(request, ServeError):
             return _refused(line, find_custom_id(line), request)
         started = time.monotonic()
         try:
             body = read_body(request.url, request.method, bytes(request.body))
-            handle = self._borrow(body.model, is_wanted)
+            handle = self._borrow(body.model, is_wanted) if may_wait else self._borrow_loaded(body.model)
             if handle is None:
                 return None
             try:
@@ -202,6 +212,17 @@ class Runner:
         begun = RunningLine(line, request, work, handle, started, num_open=len(work.parts))
         self._start(begun)
         return begun
+
+    def _borrow_loaded(self, name: str | None) -> ModelHandle | None:
+        """Borrows a model without waiting; None if it is not loaded.
+
+        While lines run, their models are held until this thread collects the ends: if it waited for another
+        model then, and there is no room for both, it would wait for itself.
+        """
+        try:
+            return self._registry.borrow(name, loads=False)
+        except Conflict:
+            return None
 
     def _borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
         """Borrows a model and waits until it is loaded; None if the batch is no longer wanted."""
