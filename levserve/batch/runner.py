@@ -214,37 +214,42 @@ class Runner:
         return begun
 
     def _borrow_loaded(self, name: str | None) -> ModelHandle | None:
-        """Borrows a model without waiting; None if it is not loaded.
+        """Borrows a model without waiting; None if it is not loaded, or a live request needs its room.
 
         While lines run, their models are held until this thread collects the ends: if it waited for another
         model then, and there is no room for both, it would wait for itself.
         """
         try:
-            return self._registry.borrow(name, loads=False)
-        except Conflict:
+            return self._registry.borrow(name, loads=False, is_background=True)
+        except (Conflict, RetryLater):
             return None
 
     def _borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
         """Borrows a model and waits until it is loaded; None if the batch is no longer wanted."""
+        pause = POLL_SECONDS
         while is_wanted():
             self._check_stop()
-            handle = self._registry.borrow(name)
             try:
-                while not handle.wait(POLL_SECONDS):
-                    self._check_stop()
-                    if not is_wanted():
-                        handle.release()
-                        return None
-                _ = handle.resident  # raises if it could not be loaded
-                return handle
-            except RetryLater as error:
-                handle.release()
+                return self._try_to_borrow(name, is_wanted)
+            except RetryLater:
                 self._registry.engine.require_ready()
-                self._stopping.wait(min(error.retry_after_seconds, MAX_WAIT_SECONDS))
-            except BaseException:
-                handle.release()
-                raise
+                self._stopping.wait(pause)
+                pause = min(2 * pause, MAX_WAIT_SECONDS)  # live requests may need the room for long
         return None
+
+    def _try_to_borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
+        handle = self._registry.borrow(name, is_background=True)
+        try:
+            while not handle.wait(POLL_SECONDS):
+                self._check_stop()
+                if not is_wanted():
+                    handle.release()
+                    return None
+            _ = handle.resident  # raises if it could not be loaded
+        except BaseException:
+            handle.release()
+            raise
+        return handle
 
     def _start(self, begun: RunningLine) -> None:
         runtime = Runtime(self._registry.engine, begun.handle.model, self._waiting)

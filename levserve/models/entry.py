@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Unavailable
+
+RETURN_SECONDS = 15.0
+"""A model that batches gave up for a live request is kept free of them this long, so that it can be unloaded
+when the client tries again."""
 
 
 class Status(StrEnum):
@@ -119,10 +124,42 @@ class Entry:
     progress: str = ""
     failure: Failure | None = None
     num_handles: int = 0
+    num_background: int = 0
+    """How many of the handles belong to batches."""
     is_asked: bool = False
     """Whether it waits for the loader or is being loaded."""
     last_used: float | None = None
+    last_live: float = -math.inf
+    """When a request other than a batch's last used it."""
+    given_up_until: float = -math.inf
+    """Until then batches may not use it: a live request needs its memory for another model."""
     aliases: tuple[str, ...] = ()
+
+    @property
+    def is_background(self) -> bool:
+        """Whether only batches use it or wait for it."""
+        return 0 < self.num_handles == self.num_background
+
+    def hold(self, *, is_background: bool) -> None:
+        self.num_handles += 1
+        self.num_background += is_background
+        self._note_use(is_background)
+
+    def release(self, *, is_background: bool) -> None:
+        self.num_handles -= 1
+        self.num_background -= is_background
+        self._note_use(is_background)
+        if self.given_up_until == math.inf and not self.num_background:
+            self.given_up_until = time.monotonic() + RETURN_SECONDS
+
+    def give_up(self) -> None:
+        """Has batches leave it: they begin nothing on it until what they run has ended, and a while after."""
+        self.given_up_until = math.inf
+
+    def _note_use(self, is_background: bool) -> None:
+        self.last_used = time.monotonic()
+        if not is_background:
+            self.last_live = self.last_used
 
 
 class ModelInfo(NamedTuple):

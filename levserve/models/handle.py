@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from levserve.engine.served_model import ServedModel
@@ -17,13 +16,20 @@ class ModelHandle:
     """Belongs to one HTTP thread; any thread may call `abandon`. `changed` is the registry's lock."""
 
     def __init__(
-        self, entry: Entry, name: str, changed: threading.Condition, is_closed: Callable[[], bool]
+        self,
+        entry: Entry,
+        name: str,
+        changed: threading.Condition,
+        is_closed: Callable[[], bool],
+        *,
+        is_background: bool = False,
     ) -> None:
         self.name = name
         """The name of the model that the request means, which may be an alias."""
         self._entry = entry
         self._changed = changed
         self._is_closed = is_closed
+        self._is_background = is_background
         self._is_held = True
         self.is_abandoned = False
 
@@ -63,8 +69,7 @@ class ModelHandle:
         with self._changed:
             if self._is_held:
                 self._is_held = False
-                self._entry.num_handles -= 1
-                self._entry.last_used = time.monotonic()
+                self._entry.release(is_background=self._is_background)
 
     def __enter__(self) -> ModelHandle:
         return self

@@ -5,6 +5,9 @@ never unloaded. The thread `levserve-loader` loads and unloads, one model at a t
 serves the others. A server with one model has no loader: the device thread adds its model at start, and it
 stays.
 
+Batches borrow in the background. They hold a model for as long as they run, so they give it up when a live
+request needs its room; and they take no room that live requests used a moment ago.
+
 A lock guards the entries; nothing slow is done while it is held.
 """
 
@@ -40,6 +43,9 @@ log = logging.getLogger(__name__)
 FAILED_SECONDS = 10.0
 """How long a model that failed to load is not tried again: else its clients would keep the disk busy."""
 BUSY_SECONDS = 5.0
+QUIET_SECONDS = 30.0
+"""Batches have a model unloaded for another only if no live request used it for this long: else both would be
+loaded again and again."""
 MAX_SHARES = 4
 """The most models that memory is shared between, if --max-loaded-models does not say how many."""
 JOIN_SECONDS = 1.0
@@ -118,10 +124,18 @@ class Registry:
             self._default = self._default or entry.name
             self._mark_loaded(entry, resident)
 
-    def borrow(self, name: str | None = None, *, loads: bool = True, insists: bool = False) -> ModelHandle:
+    def borrow(
+        self,
+        name: str | None = None,
+        *,
+        loads: bool = True,
+        insists: bool = False,
+        is_background: bool = False,
+    ) -> ModelHandle:
         """Holds a model, by default the default one; with `loads`, has it loaded. Raises `ModelNotFound`.
 
-        A model that failed to load a moment ago is not tried again, unless the caller `insists`.
+        A model that failed to load a moment ago is not tried again, unless the caller `insists`. Batches
+        borrow with `is_background`; for them, raises `Unavailable` while the model is given up.
         """
         asked = name or self._default or ""
         with self._changed:
@@ -130,14 +144,20 @@ class Registry:
             self.refresh()
         with self._changed:
             entry, served_name = self._find(asked)
+            if is_background and time.monotonic() < entry.given_up_until:
+                raise Unavailable(
+                    f"The room of the model '{entry.name}' is needed for another one; please try again.",
+                    retry_after_seconds=1.0,
+                )
             if entry.status is not Status.LOADED:
                 if not loads:
                     raise Conflict(f"The model '{entry.name}' is not loaded.")
                 if insists or entry.failure is None or entry.failure.retry_at <= time.monotonic():
                     self._ask(entry)
-            entry.num_handles += 1
-            entry.last_used = time.monotonic()
-        return ModelHandle(entry, served_name, self._changed, lambda: self._is_closed)
+            entry.hold(is_background=is_background)
+        return ModelHandle(
+            entry, served_name, self._changed, lambda: self._is_closed, is_background=is_background
+        )
 
     def resolve(self, name: str) -> tuple[str, str]:
         """The main name of a requested model, and which of its names is meant; raises `ModelNotFound`."""
@@ -257,7 +277,7 @@ class Registry:
         """Unloads least recently used models until `needed` bytes fit; returns the bytes the model may take.
 
         Raises `StartupError` if it can never fit, and `Unavailable` if all models that could be unloaded are
-        in use.
+        in use. Those that only batches use are then given up, unless only batches wait for the room.
         """
         while True:
             with self._changed:
@@ -273,12 +293,16 @@ class Registry:
                 if has_place and used + needed <= budget:
                     most = self._max_loaded or min(len(self._entries), MAX_SHARES)
                     return needed + (budget - used - needed) // max(most - len(loaded), 1)
-                idle = [entry for entry in loaded if entry.status is Status.LOADED and not entry.num_handles]
+                is_background = name in self._entries and self._entries[name].is_background
+                idle = _idle(loaded, is_background)
                 if not idle:
+                    for entry in loaded:
+                        if entry.is_background and not is_background:
+                            entry.give_up()
                     names = ", ".join(entry.name for entry in loaded)
                     raise Unavailable(
                         f"There is no room for the model '{name}': {names} take {human(used)} of "
-                        f"{human(budget)} and have requests running or waiting; please try again.",
+                        f"{human(budget)} and are in use; please try again.",
                         retry_after_seconds=BUSY_SECONDS,
                     )
                 victim = min(idle, key=lambda entry: entry.last_used or -math.inf)
@@ -375,6 +399,7 @@ class Registry:
         self._metrics.model_unloads.inc()
         with self._changed:
             entry.resident = None
+            entry.given_up_until = -math.inf
             entry.status = Status.LOADING if entry.is_asked else Status.LOADABLE
             entry.progress = entry.progress if entry.is_asked else ""
             self._note_change()
@@ -384,3 +409,12 @@ class Registry:
         models = [entry.resident.model for entry in self._entries.values() if entry.resident is not None]
         self._metrics.models_loaded.set(len(models))
         self.engine.note_models(models)
+
+
+def _idle(loaded: Sequence[Entry], is_background: bool) -> list[Entry]:
+    """The models that may be unloaded for another one, which only batches wait for if `is_background`."""
+    idle = [entry for entry in loaded if entry.status is Status.LOADED and not entry.num_handles]
+    if not is_background:
+        return idle
+    quiet_since = time.monotonic() - QUIET_SECONDS
+    return [entry for entry in idle if entry.last_live <= quiet_since]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from levserve.models import registry as registry_module
 from levserve.models.entry import Resident
 from levserve.models.registry import MakeRoom, Report
 from tests.fake_app import App, serving
 from tests.fake_device import MAX_SEQ_LEN, MODEL, serve_toy
 from tests.pure.test_batch import TEXT, make_line
-from tests.pure.test_batches import create, results, wait_ended
+from tests.pure.test_batches import create, read, results, wait_ended
+from tests.waiting import wait_until
 
 
 class ToyLoader:
@@ -62,4 +65,23 @@ def test_a_batch_uses_models_that_do_not_fit_together_one_after_another(app: App
         body = answers[f"line {number}"]["response"]["body"]
         assert body["model"] == ("other", MODEL)[number % 2]
         assert body["choices"][0]["text"] == " t18 t19"
+    assert loader.loads == ["other", MODEL]
+
+
+def test_a_live_request_gets_the_room_of_a_model_that_a_batch_uses(
+    app: App, loader: ToyLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the lines that run have ended. The batch goes on when nobody has used the other one for a while."""
+    monkeypatch.setattr(registry_module, "QUIET_SECONDS", 0.5)
+    batch = create(app, b"\n".join(line(number, MODEL) for number in range(500)))
+    wait_until(lambda: len(app.device.requests) > 0)
+    live = {"model": "other", "prompt": "t17", "max_tokens": 2}
+    statuses = [app.post("/v1/completions", live).status_code]
+    while statuses[-1] == 503 and len(statuses) < 10:
+        time.sleep(0.1)
+        statuses.append(app.post("/v1/completions", live).status_code)
+    assert statuses[-1] == 200
+    assert read(app, batch["id"])["status"] == "in_progress" and loader.loads == ["other"]
+    ended = wait_ended(app, batch["id"])
+    assert (ended["status"], ended["request_counts"]["completed"]) == ("completed", 500)
     assert loader.loads == ["other", MODEL]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Conflict, ModelNotFound, StartupError, Unavailable
+from levserve.models import entry as entry_module
 from levserve.models import registry as registry_module
 from levserve.models.entry import Resident, Status
 from levserve.models.registry import MakeRoom, Registry, Report
@@ -177,6 +178,58 @@ def test_what_somebody_uses_is_never_unloaded(registry: Registry, loader: FakeLo
         assert loader.unloads == []
     use(registry, "c")  # at once, as nothing was wrong with the model
     assert loader.unloads == ["b"]  # b was given back before a
+
+
+def ask(registry: Registry, name: str, *, is_background: bool = False) -> None:
+    """Raises `Unavailable` if there is no room."""
+    with registry.borrow(name, is_background=is_background) as handle:
+        assert handle.wait(PATIENCE)
+        assert handle.model.name == name
+
+
+def test_batches_give_up_a_model_whose_room_a_live_request_needs(loader: FakeLoader) -> None:
+    for registry in stocked(loader, max_loaded=1):
+        with registry.borrow("a", is_background=True):
+            with pytest.raises(Unavailable, match="There is no room for the model 'b'"):
+                ask(registry, "b")
+            with pytest.raises(Unavailable, match="The room of the model 'a' is needed for another one"):
+                registry.borrow("a", is_background=True)
+            ask(registry, "a")
+        with pytest.raises(Unavailable, match="needed for another one"):
+            registry.borrow("a", is_background=True)
+        ask(registry, "b")
+        assert loader.unloads == ["a"]
+
+
+def test_a_model_that_was_given_up_for_a_client_that_does_not_return_is_used_again(
+    loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_module, "RETURN_SECONDS", 0.0)
+    for registry in stocked(loader, max_loaded=1):
+        with registry.borrow("a", is_background=True), pytest.raises(Unavailable):
+            ask(registry, "b")
+        ask(registry, "a", is_background=True)
+
+
+def test_batches_take_no_room_that_a_live_request_used_a_moment_ago(
+    loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for registry in stocked(loader, max_loaded=1):
+        ask(registry, "b", is_background=True)
+        ask(registry, "a")
+        with pytest.raises(Unavailable, match="There is no room for the model 'b'"):
+            ask(registry, "b", is_background=True)
+        monkeypatch.setattr(registry_module, "QUIET_SECONDS", 0.0)
+        ask(registry, "b", is_background=True)
+        assert loader.unloads == ["a", "b", "a"]
+
+
+def test_a_batch_gives_up_no_model_for_another_batch(loader: FakeLoader) -> None:
+    for registry in stocked(loader, max_loaded=1):
+        with registry.borrow("a", is_background=True):
+            with pytest.raises(Unavailable, match="There is no room"):
+                ask(registry, "b", is_background=True)
+            ask(registry, "a", is_background=True)
 
 
 def test_a_model_that_never_fits_is_refused_with_the_sum(registry: Registry, loader: FakeLoader) -> None:
