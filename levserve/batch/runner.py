@@ -22,6 +22,7 @@ from levserve.batch.line import InputLine, RequestLine, ResultLine, find_custom_
 from levserve.batch.ordering import ReadyLine
 from levserve.errors import Conflict, RetryLater, ServeError
 from levserve.generation import ClientGone, Delta
+from levserve.models.entry import NOT_LOADABLE
 from levserve.models.handle import ModelHandle
 from levserve.models.registry import Registry
 from levserve.request.policy import Policy
@@ -203,7 +204,9 @@ class Runner:
                 handle.release()
                 raise
         except RetryLater as error:
-            raise Interrupted from error
+            if error.code != NOT_LOADABLE:
+                raise Interrupted from error
+            return _refused(line, request.custom_id, error)
         except ServeError as error:
             return _refused(line, request.custom_id, error)
         except Exception:
@@ -225,13 +228,18 @@ class Runner:
             return None
 
     def _borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
-        """Borrows a model and waits until it is loaded; None if the batch is no longer wanted."""
+        """Borrows a model and waits until it is loaded; None if the batch is no longer wanted.
+
+        Raises `Unavailable` if it cannot be loaded: it may never be, and other lines must not wait for it.
+        """
         pause = POLL_SECONDS
         while is_wanted():
             self._check_stop()
             try:
                 return self._try_to_borrow(name, is_wanted)
-            except RetryLater:
+            except RetryLater as error:
+                if error.code == NOT_LOADABLE:
+                    raise
                 self._registry.engine.require_ready()
                 self._stopping.wait(pause)
                 pause = min(2 * pause, MAX_WAIT_SECONDS)  # live requests may need the room for long

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from levserve.engine.served_model import ServedModel
 from levserve.errors import Unavailable
 
+NOT_LOADABLE = "model_not_loadable"
+"""The code of an error that says why a model could not be loaded."""
 RETURN_SECONDS = 15.0
 """A model that batches gave up for a live request is kept free of them this long, so that it can be unloaded
 when the client tries again."""

@@ -33,7 +33,7 @@ from levserve.errors import (
     StartupError,
     Unavailable,
 )
-from levserve.models.entry import Entry, Failure, ModelInfo, Reloaded, Resident, Status
+from levserve.models.entry import NOT_LOADABLE, Entry, Failure, ModelInfo, Reloaded, Resident, Status
 from levserve.models.handle import ModelHandle
 from levserve.models.names import ambiguous_model, model_not_found, similar_names
 from levserve.observe.threads import LOADER_THREAD
@@ -361,11 +361,11 @@ class Registry:
             failure = Failure(error.message, time.monotonic(), None)  # the next request tries again
         except StartupError as error:
             told = f"The model '{entry.name}' cannot be loaded: {error}."
-            failure = Failure(told, time.monotonic() + FAILED_SECONDS, "model_not_loadable")
+            failure = Failure(told, time.monotonic() + FAILED_SECONDS, NOT_LOADABLE)
         except Exception:
             log.exception("%s: loading failed", entry.name)
             told = f"The model '{entry.name}' failed to load; the server's log says why."
-            failure = Failure(told, time.monotonic() + FAILED_SECONDS, "model_not_loadable")
+            failure = Failure(told, time.monotonic() + FAILED_SECONDS, NOT_LOADABLE)
         self._metrics.model_loads.labels("done" if failure is None else "failed").inc()
         if failure is not None:
             log.error("%s", failure.message)

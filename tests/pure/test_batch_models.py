@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from levserve.errors import StartupError
 from levserve.models import registry as registry_module
 from levserve.models.entry import Resident
 from levserve.models.registry import MakeRoom, Report
@@ -24,12 +25,14 @@ class ToyLoader:
         self.loads: list[str] = []
 
     def names(self) -> Sequence[str]:
-        return [MODEL, "other"]
+        return [MODEL, "other", "broken"]
 
     def aliases(self, name: str) -> tuple[str, ...]:
         return ()
 
     def load(self, name: str, report: Report, make_room: MakeRoom) -> Resident:
+        if name == "broken":
+            raise StartupError("its file is corrupt")
         make_room(1, lambda: 100)
         self.loads.append(name)
         return Resident(model=serve_toy(name, MAX_SEQ_LEN))
@@ -85,3 +88,15 @@ def test_a_live_request_gets_the_room_of_a_model_that_a_batch_uses(
     ended = wait_ended(app, batch["id"])
     assert (ended["status"], ended["request_counts"]["completed"]) == ("completed", 500)
     assert loader.loads == ["other", MODEL]
+
+
+def test_lines_for_a_model_that_cannot_be_loaded_get_the_reason_and_the_others_run(app: App) -> None:
+    lines = [line(0, "broken"), line(1, MODEL), line(2, "broken"), line(3, MODEL)]
+    ended = wait_ended(app, create(app, b"\n".join(lines))["id"])
+    assert (ended["status"], ended["request_counts"]["completed"]) == ("completed", 2)
+    failed = results(app, ended["error_file_id"])
+    assert set(failed) == {"line 0", "line 2"}
+    for one in failed.values():
+        assert one["response"]["status_code"] == 503
+        assert one["response"]["body"]["error"]["code"] == "model_not_loadable"
+        assert "its file is corrupt" in one["response"]["body"]["error"]["message"]
