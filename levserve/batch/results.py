@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +36,10 @@ class WrittenLine(Struct, frozen=True):
     response: WrittenResponse | None
 
 
+class BeingWritten(ConfigError):
+    """Another process is writing the results."""
+
+
 class ResultFile:
     """Open for writing by one process at a time. Belongs to one thread. Raises `ConfigError`, `OSError`."""
 
@@ -46,11 +51,8 @@ class ResultFile:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._file: BinaryIO = open(descriptor, "r+b")  # noqa: SIM115  (`close` closes it)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file, path)
             self._read(done)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(f"another process is writing {path}") from None
         except BaseException:
             self._file.close()
             raise
@@ -107,6 +109,21 @@ class ResultFile:
 
     def _not_ours(self) -> ConfigError:
         return ConfigError(f"{self.path} exists and is not the beginning of this batch's results")
+
+
+def remove_results(path: Path) -> None:
+    """Removes a file of results, if it exists and no process is writing it."""
+    with suppress(FileNotFoundError, BeingWritten), path.open("rb") as file:
+        _lock(file, path)
+        path.unlink()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BeingWritten(f"another process is writing {path}") from None
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:

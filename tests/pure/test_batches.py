@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import openai
 import pytest
 from werkzeug.test import TestResponse
 
+from levserve.batch.done import DoneLines
+from levserve.batch.results import ResultFile
 from levserve.models.registry import Registry
 from levserve.schedule.request import BACKGROUND
 from levserve.settings.settings import Settings
 from levserve.web.batches import store as store_module
+from levserve.web.batches import worker as worker_module
 from levserve.web.batches.disk import DiskFolder
 from levserve.web.batches.files import FileStore
 from levserve.web.batches.objects import BatchBody, BatchObject
@@ -346,6 +351,44 @@ def test_a_server_that_is_started_again_goes_on_and_does_nothing_twice(tmp_path:
         assert read(app, batch["id"]) == ended
         assert len(results(app, ended["output_file_id"])) == 6
         assert not app.device.requests
+
+
+def test_a_server_that_starts_before_the_old_one_has_ended_waits_for_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_module, "RETRY_SECONDS", 0.05)
+    with ExitStack() as old_server:
+        old = old_server.enter_context(serving(state_dir=str(tmp_path)))
+        batch = create(old, make_file(3, make_line(9, TEXT, HANGS)))
+        wait_until(lambda: read(old, batch["id"])["request_counts"]["completed"] == 3)
+        with serving(state_dir=str(tmp_path), obeys=False) as new:
+            wait_until(lambda: (worker_module.__name__, "WARNING") in [_kind(one) for one in caplog.records])
+            assert read(new, batch["id"])["status"] == "in_progress"
+            old_server.close()
+            ended = wait_ended(new, batch["id"])
+            assert ended["status"] == "completed" and len(new.device.requests) == 1
+            assert set(results(new, ended["output_file_id"])) == {*(f"line {n}" for n in range(3)), "line 9"}
+
+
+def _kind(record: logging.LogRecord) -> tuple[str, str]:
+    return record.name, record.levelname
+
+
+def test_a_batch_that_fails_leaves_the_results_that_another_server_is_writing(tmp_path: Path) -> None:
+    with serving() as app:
+        clocked = Clocked(app.registry, tmp_path)
+        try:
+            batch_id = clocked.create(make_line(9, TEXT, HANGS))
+            waiting = clocked.create(make_file(1))
+            path = clocked.files.path_of(f"file-{waiting.removeprefix('batch_')}o")
+            with ResultFile(path, DoneLines()):
+                clocked.files.path_of(clocked.get(waiting).input_file_id).unlink()
+                clocked.batches.cancel(batch_id)
+                wait_until(lambda: clocked.get(waiting).status == "failed")
+                clocked.worker.close()
+                assert path.exists()
+        finally:
+            clocked.worker.close()
 
 
 def test_what_the_disk_does_not_take_is_refused_with_the_reason_and_a_time_to_come_again(

@@ -17,7 +17,7 @@ from levserve.batch.done import DoneLines
 from levserve.batch.endpoints import Limits
 from levserve.batch.line import InputLine, LineError, ResultLine, find_custom_id, result_id
 from levserve.batch.ordering import order_lines
-from levserve.batch.results import ResultFile
+from levserve.batch.results import BeingWritten, ResultFile, remove_results
 from levserve.batch.runner import Interrupted, Runner
 from levserve.batch.source import Source
 from levserve.errors import StartupError
@@ -113,6 +113,9 @@ class BatchWorker:
                 self._advance(stored)
             except Interrupted:
                 self._stopping.wait(RETRY_SECONDS)
+            except BeingWritten as error:  # another server with the same folder runs it, and may be ending
+                log.warning("%s waits: %s", stored.batch.id, error)
+                self._stopping.wait(RETRY_SECONDS)
             except Exception as error:
                 self._fail(stored.batch, error)
 
@@ -124,7 +127,7 @@ class BatchWorker:
         return stored
 
     def _advance(self, stored: StoredBatch) -> None:
-        """Runs a batch to its end. Raises `Interrupted`, `OSError`, `StartupError`."""
+        """Runs a batch to its end. Raises `Interrupted`, `BeingWritten`, `OSError`, `StartupError`."""
         batch = stored.batch
         if batch.status == "validating":
             batch = self._validate(batch)
@@ -245,7 +248,7 @@ class BatchWorker:
             now = self._batches.now()
             self._batches.change(batch.id, status="failed", failed_at=now, errors=problems)
             for file_id in _result_ids(batch):
-                self._files.path_of(file_id).unlink(missing_ok=True)
+                remove_results(self._files.path_of(file_id))
         except OSError:
             self._stopping.wait(RETRY_SECONDS)  # the disk may be full for now; try again later
 
