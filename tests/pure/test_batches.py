@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -424,14 +424,19 @@ def test_rubbish_in_the_folder_is_skipped(tmp_path: Path) -> None:
 
 
 class Clocked:
-    """A worker with a clock that only the test moves."""
+    """A worker with a clock that only the test moves. `on_look` is called when somebody reads it."""
 
     def __init__(self, registry: Registry, folder: Path) -> None:
         self.now = 1_000_000.0
+        self.on_look: Callable[[], None] = lambda: None
         disk = DiskFolder(str(folder), folder)
         self.files = FileStore(disk, 10**6, 10**6, lambda: self.now)
-        self.batches = BatchStore(disk, lambda: self.now)
+        self.batches = BatchStore(disk, self._look)
         self.worker = BatchWorker(registry, Settings(), disk, self.files, self.batches)
+
+    def _look(self) -> float:
+        self.on_look()
+        return self.now
 
     def create(self, data: bytes, **fields: Any) -> str:
         given = self.files.create(io.BytesIO(data), "in.jsonl", "batch", "me")
@@ -461,6 +466,31 @@ def test_a_batch_that_takes_too_long_expires_and_tells_what_has_not_run(tmp_path
             assert (unrun["custom_id"], unrun["response"]) == ("line 9", None)
             assert unrun["error"]["code"] == "batch_expired"
             assert batch.request_counts.failed == 1
+        finally:
+            clocked.worker.close()
+
+
+@pytest.mark.parametrize("at_look", range(1, 10))
+def test_a_cancel_that_was_accepted_is_not_lost_whenever_it_comes(tmp_path: Path, at_look: int) -> None:
+    """The worker reads the clock before each step of a batch; the cancel comes at one of these moments."""
+    looks: list[None] = []
+    told: list[str] = []
+
+    def cancel() -> None:
+        if threading.current_thread().name != "levserve-batches":
+            return
+        looks.append(None)
+        if len(looks) == at_look and (stored := clocked.batches.first_open()) is not None:
+            told.append(clocked.batches.cancel(stored.batch.id).status)
+
+    with serving() as app:
+        clocked = Clocked(app.registry, tmp_path)
+        clocked.on_look = cancel
+        try:
+            batch_id = clocked.create(make_file(1))
+            wait_until(lambda: clocked.get(batch_id).status in ENDED)
+            wanted = "cancelled" if "cancelling" in told else "completed"
+            assert clocked.get(batch_id).status == wanted
         finally:
             clocked.worker.close()
 

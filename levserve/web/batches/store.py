@@ -104,10 +104,15 @@ class BatchStore:
                 for one in self._records.values()
             )
 
-    def change(self, batch_id: str, **fields: Any) -> BatchObject:
-        """Changes a batch, on disk too. Raises `OSError`."""
+    def change(self, batch_id: str, *, only_from: str = "", **fields: Any) -> BatchObject:
+        """Changes a batch, on disk too. Raises `OSError`.
+
+        With `only_from`, a batch of any other status stays as it is: it may have been cancelled meanwhile.
+        """
         with self._lock:
             stored = self._records[batch_id]
+            if only_from and stored.batch.status != only_from:
+                return stored.batch
             batch = structs.replace(stored.batch, **fields)
             self._put(structs.replace(stored, batch=batch))
         return batch

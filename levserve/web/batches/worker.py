@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from levserve.api.admission_queue import AdmissionQueue
 from levserve.batch.done import DoneLines
@@ -137,21 +138,14 @@ class BatchWorker:
     def _validate(self, batch: BatchObject) -> BatchObject:
         limits = self._settings.max_batch_requests, self._settings.max_body_bytes
         inspection = inspect_lines(self._lines(batch), batch.endpoint, *limits)
-        current = self._batches.find(batch.id)
-        assert current is not None  # only those that have ended are forgotten
-        if current.batch.status != "validating":  # cancelled meanwhile
-            return current.batch
+        change = partial(self._batches.change, batch.id, only_from="validating")
         if inspection.problems:
             log.info("%s: refused, its input has %d problems", batch.id, len(inspection.problems))
             problems = ProblemList(inspection.problems)
-            return self._batches.change(
-                batch.id, status="failed", failed_at=self._batches.now(), errors=problems
-            )
+            return change(status="failed", failed_at=self._batches.now(), errors=problems)
         log.info("%s: %d requests for %s", batch.id, inspection.num_requests, batch.endpoint)
         counts = RequestCounts(inspection.num_requests)
-        return self._batches.change(
-            batch.id, status="in_progress", in_progress_at=self._batches.now(), request_counts=counts
-        )
+        return change(status="in_progress", in_progress_at=self._batches.now(), request_counts=counts)
 
     def _execute(self, batch: BatchObject, stored: StoredBatch) -> None:
         done = DoneLines()
@@ -167,15 +161,17 @@ class BatchWorker:
                 self._expire(batch, done, errors)
                 counter.show()
             has_all = done.num_done >= counter.total
-            self._note_finalizing(batch)
-        kept = {
+            self._batches.change(
+                batch.id, only_from="in_progress", status="finalizing", finalizing_at=self._batches.now()
+            )
+        changes: dict[str, Any] = {
             "output_file_id": self._keep(output, output_id, f"{batch.id}_output.jsonl", stored),
             "error_file_id": self._keep(errors, error_id, f"{batch.id}_error.jsonl", stored),
         }
         status = self._final_status(batch, has_all=has_all, num_unrun=errors.statuses[0])
         log.info("%s: %s, %d answered, %d failed", batch.id, status, counter.completed, counter.failed)
-        times = {f"{status}_at": self._batches.now()}
-        self._batches.change(batch.id, status=status, **kept, **times)
+        changes[f"{status}_at"] = self._batches.now()
+        self._batches.change(batch.id, status=status, **changes)
 
     def _keep(self, results: ResultFile, file_id: str, name: str, stored: StoredBatch) -> str | None:
         """Adds a file of results to the store and returns its id; removes a file without results."""
@@ -213,11 +209,6 @@ class BatchWorker:
             errors.write(ResultLine(result_id(line), find_custom_id(line), None, EXPIRED))
             done.add(result_id(line))
             self._metrics.batch_requests.labels("failed").inc()
-
-    def _note_finalizing(self, batch: BatchObject) -> None:
-        current = self._batches.find(batch.id)
-        if current is not None and current.batch.status == "in_progress":
-            self._batches.change(batch.id, status="finalizing", finalizing_at=self._batches.now())
 
     def _final_status(self, batch: BatchObject, *, has_all: bool, num_unrun: int) -> str:
         if num_unrun:
