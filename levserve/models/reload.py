@@ -27,11 +27,28 @@ from levserve.models.group import Group
 from levserve.models.kind import AnyKind
 from levserve.models.probe import ProbeScores, gather_scores, probe_request
 from levserve.schedule.request import TokenBatch
+from levserve.settings.revision import split_revision
 from levserve.settings.settings import Settings
 from levserve.weights.model_files import ModelFiles
 from levserve.weights.source import check_source, find_source
 
 log = logging.getLogger(__name__)
+
+
+def settings_for(settings: Settings, model: str, checkpoint_path: str, revision: str) -> Settings:
+    """The settings with the weights that a request names, which may be empty; raises `ConfigError`.
+
+    A model that is named may be another one, whose revisions have nothing to do with the old one's.
+    """
+    if model:
+        sources = {**settings.sources, "model": "in the request", "revision": "in the request"}
+        named = replace(settings, model=model, checkpoint_path="", revision=revision, sources=sources)
+        return split_revision(named)
+    return replace(
+        settings,
+        checkpoint_path=checkpoint_path or settings.checkpoint_path,
+        revision=revision or settings.revision,
+    )
 
 
 class WeightReloader:
@@ -53,7 +70,8 @@ class WeightReloader:
         ones, which then serve, compute values that are not finite.
         """
         with self._one_at_a_time():
-            reloaded = self._reload(self._settings_for(model, checkpoint_path, revision))
+            settings = settings_for(self._description.settings, model, checkpoint_path, revision)
+            reloaded = self._reload(settings)
         log.info(
             "%s: reloaded %s in %.1f s, swapped in %.2f s: "
             "the probe's log-probabilities differ by up to %s (mean %.4f, before %s)",
@@ -126,16 +144,6 @@ class WeightReloader:
             self._engine.metrics.reloads.labels(outcome).inc()
             self._engine.progress = "ready"
             self._reloading.release()
-
-    def _settings_for(self, model: str, checkpoint_path: str, revision: str) -> Settings:
-        settings = replace(
-            self._description.settings, revision=revision or self._description.settings.revision
-        )
-        if model:
-            settings = replace(settings, model=model, checkpoint_path="")
-        elif checkpoint_path:
-            settings = replace(settings, checkpoint_path=checkpoint_path)
-        return settings
 
     def _reload(self, settings: Settings) -> Reloaded:
         start = time.monotonic()

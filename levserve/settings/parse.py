@@ -9,7 +9,6 @@ ends the process with exit code 2 and one line that names the option, the value 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +33,7 @@ from levserve.settings.file import SettingsFile, did_you_mean, find_setting
 from levserve.settings.hosts import resolve_hosts
 from levserve.settings.key_file import read_keys
 from levserve.settings.kind import ENV_PREFIX, Setting
+from levserve.settings.revision import split_revision
 from levserve.settings.settings import (
     BY_NAME,
     FAULTS_VARIABLE,
@@ -47,7 +47,6 @@ from levserve.settings.settings import (
 )
 
 FOR_SEVERAL_MODELS = {"models_memory", "max_loaded_models", "load"}
-REPO_AT_REVISION = re.compile(r"(\w[\w.-]*/\w[\w.-]*(?:[:/]\w[\w./+-]*)?)@(\S+)", re.ASCII)
 
 
 def parse_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -277,22 +276,7 @@ def resolve_model(settings: Settings, given: Collection[str]) -> Settings:
                 raise ConfigError(_both(other, alias, settings))
         sources = {**settings.sources, "model": settings.sources[alias]}
         settings = replace(settings, model=path, sources=sources)
-    return _split_revision(settings)
-
-
-def _split_revision(settings: Settings) -> Settings:
-    """Moves the revision of org/name@revision to its own setting."""
-    found = REPO_AT_REVISION.fullmatch(settings.model)
-    if found is None or os.path.exists(settings.model):
-        return settings
-    name, revision = found.groups()
-    if settings.revision not in ("", revision):
-        given = f"--revision {settings.revision} ({settings.sources['revision']})"
-        raise ConfigError(
-            f"--model {settings.model} ({settings.sources['model']}) names a different revision than {given}"
-        )
-    sources = {**settings.sources, "revision": settings.sources["model"]}
-    return replace(settings, model=name, revision=revision, sources=sources)
+    return split_revision(settings)
 
 
 def _read_value(s: Setting, text: str, source: str) -> Any:

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.errors import StartupError
+from levserve.errors import ConfigError, StartupError
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.models.checks import check_host_memory, sum_bytes
 from levserve.models.describe import in_order
+from levserve.models.reload import settings_for
+from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
 from tests.conftest import FAMILIES, GOLDEN
 
@@ -31,3 +33,27 @@ def test_weights_that_the_host_cannot_hold_are_refused() -> None:
         StartupError, match="the new weights take 0.0 GB of the host's memory and 0.0 GB are free"
     ):
         check_host_memory(sum_bytes(parameter_shapes(config), dtype), 100_000)
+
+
+@pytest.mark.parametrize(
+    ("named", "model", "revision"),
+    [
+        (("", ""), "org/name", "v1"),
+        (("", "v2"), "org/name", "v2"),
+        (("org/name@v2", ""), "org/name", "v2"),
+        (("org/name@v2", "v2"), "org/name", "v2"),
+        (("org/name", ""), "org/name", ""),
+        (("org/other", ""), "org/other", ""),
+        (("org/other", "v3"), "org/other", "v3"),
+    ],
+)
+def test_a_reload_names_a_model_as_the_settings_do(named: tuple[str, str], model: str, revision: str) -> None:
+    settings = parse_settings(["--model", "org/name@v1"], {})
+    found = settings_for(settings, named[0], "", named[1])
+    assert (found.model, found.revision) == (model, revision)
+
+
+def test_a_reload_that_names_two_revisions_is_refused() -> None:
+    settings = parse_settings(["--model", "org/name@v1"], {})
+    with pytest.raises(ConfigError, match=r"a different revision than --revision v3 \(in the request\)"):
+        settings_for(settings, "org/name@v2", "", "v3")
