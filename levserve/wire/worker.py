@@ -12,6 +12,7 @@ import errno
 import logging
 import math
 import os
+import re
 import selectors
 import signal
 import socket
@@ -42,6 +43,7 @@ OPS_THREADS = 4
 # client to read.
 OPS_UNREAD_BYTES = 2**16
 MAX_QUEUED = 64  # may wait for a thread; admission will refuse them all, in less than a tenth of a second
+DOWNLOAD = re.compile(rb"/v1/files/[^/]+/content")  # the path of the one answer that may be gigabytes
 LAST_WORDS_SECONDS = 2.0  # for the last answers after the end of a drain
 IGNORED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH)
 CUT_ERRNOS = (errno.EAGAIN, errno.ETIMEDOUT)  # SO_SNDTIMEO and TCP_USER_TIMEOUT
@@ -206,9 +208,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return answer
 
     def _deadline_of(self, request: RawRequest) -> float:
-        """When the answer must have been sent. A WebSocket may stay open: pings check its peer."""
+        """When the answer must have been sent.
+
+        A WebSocket may stay open: pings check its peer. A download takes as long as the client's network
+        needs: the kernel ends it if the client reads nothing.
+        """
         settings = self.app.settings
-        if not settings.request_timeout or request.path == self.app.socket_path:
+        is_long = request.path == self.app.socket_path or DOWNLOAD.fullmatch(request.path) is not None
+        if is_long or not settings.request_timeout:
             return math.inf
         return float(time.monotonic() + settings.request_timeout + settings.send_timeout)
 

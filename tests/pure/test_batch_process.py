@@ -104,3 +104,23 @@ def test_uploads_take_none_of_the_memory_for_unfinished_bodies() -> None:
             time.sleep(0.2)  # the server must have read the first part before the rest comes
             connection.sendall(body[5:])
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_download_may_take_longer_than_a_request() -> None:
+    data = bytes(range(256)) * 8000
+    with ServerProcess("--request-timeout", "0.3", "--send-timeout", "1") as server:
+        server.wait_ready()
+        with client_of(server) as client:
+            file_id = client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch").id
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.settimeout(PATIENCE_SECONDS)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"GET /v1/files/{file_id}/content HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode())
+            received = b""
+            while piece := connection.recv(8192):
+                received += piece
+                time.sleep(0.004)  # so that reading all takes longer than the request may
+        assert received.endswith(b"\r\n\r\n" + data)
