@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 """A run that waits checks this often whether it should stop."""
 MAX_WAIT_SECONDS = 10.0
+GIVE_UP_SECONDS = 300.0
+"""For so long a batch waits for a model that cannot be loaded, because of its store's network for example."""
 
 
 class Interrupted(Exception):
@@ -114,6 +116,7 @@ class Runner:
         self._limits = limits
         self._max_sequences = max_sequences
         self._numbers = itertools.count()
+        self._unloadable_since: dict[str | None, float] = {}
         self._ends: queue.SimpleQueue[RunningLine | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -230,16 +233,21 @@ class Runner:
     def _borrow(self, name: str | None, is_wanted: Callable[[], bool]) -> ModelHandle | None:
         """Borrows a model and waits until it is loaded; None if the batch is no longer wanted.
 
-        Raises `Unavailable` if it cannot be loaded: it may never be, and other lines must not wait for it.
+        Raises `Unavailable` if it could not be loaded for minutes: it may never be, and other lines must not
+        wait for it. From then on, each of its lines tries once.
         """
         pause = POLL_SECONDS
         while is_wanted():
             self._check_stop()
             try:
-                return self._try_to_borrow(name, is_wanted)
+                handle = self._try_to_borrow(name, is_wanted)
+                self._unloadable_since.pop(name, None)
+                return handle
             except RetryLater as error:
                 if error.code == NOT_LOADABLE:
-                    raise
+                    since = self._unloadable_since.setdefault(name, time.monotonic())
+                    if time.monotonic() - since >= GIVE_UP_SECONDS:
+                        raise
                 self._registry.engine.require_ready()
                 self._stopping.wait(pause)
                 pause = min(2 * pause, MAX_WAIT_SECONDS)  # live requests may need the room for long

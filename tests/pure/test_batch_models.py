@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from levserve.batch import runner as runner_module
 from levserve.errors import StartupError
 from levserve.models import registry as registry_module
 from levserve.models.entry import Resident
@@ -90,7 +91,10 @@ def test_a_live_request_gets_the_room_of_a_model_that_a_batch_uses(
     assert loader.loads == ["other", MODEL]
 
 
-def test_lines_for_a_model_that_cannot_be_loaded_get_the_reason_and_the_others_run(app: App) -> None:
+def test_lines_for_a_model_that_cannot_be_loaded_get_the_reason_and_the_others_run(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "GIVE_UP_SECONDS", 0.0)
     lines = [line(0, "broken"), line(1, MODEL), line(2, "broken"), line(3, MODEL)]
     ended = wait_ended(app, create(app, b"\n".join(lines))["id"])
     assert (ended["status"], ended["request_counts"]["completed"]) == ("completed", 2)
