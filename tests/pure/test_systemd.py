@@ -237,6 +237,14 @@ def test_the_unit_allows_what_xla_needs() -> None:
     assert not any(line.startswith("MemoryDenyWriteExecute") for line in settings)
 
 
+@pytest.mark.parametrize("unit", ["levserve.service", "levserve@.service"])
+def test_the_unit_allows_the_sockets_that_collectives_need(unit: str) -> None:
+    """NCCL and gloo list the network interfaces with getifaddrs(), which opens a netlink socket."""
+    (families,) = [line for line in read_unit(unit) if line.startswith("RestrictAddressFamilies=")]
+    allowed = set(families.partition("=")[2].split())
+    assert allowed == {"AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"}
+
+
 def test_the_example_settings_are_settings() -> None:
     settings = parse_settings(["--config", str(UNITS / "serve.ini")], {})
     assert (settings.log_format, settings.port) == ("json", 8000)
