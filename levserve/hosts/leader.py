@@ -228,7 +228,12 @@ def listen(host: str, port: int) -> socket.socket:
     Many machines resolve their own name to a loopback address, which no other host could reach.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror as error:
+            # A cluster may publish the name of a pod only some time after the pod was started.
+            log.warning("%s is not known here (%s); listening on all addresses", host, error.strerror)
+            return _listen_everywhere(port)
         given = address[0]
         if ipaddress.ip_address(given).is_loopback and host not in ("localhost", given):
             given = ""
@@ -241,6 +246,12 @@ def listen(host: str, port: int) -> socket.socket:
             return socket.create_server(("", port), family=family)
     except OSError as error:
         raise StartupError(f"--coordinator {host}:{port}: cannot listen there: {error.strerror}") from None
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _name_hosts(numbers: Sequence[int]) -> str:

@@ -295,6 +295,15 @@ def test_a_taken_port_is_one_line() -> None:
             listen(*taken.getsockname())
 
 
+def test_host_0_listens_before_its_own_name_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    """A LeaderWorkerSet's DNS record may appear after the pod has started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with listen("m-0.m.invalid", port):
+        socket.create_connection(("127.0.0.1", port)).close()
+    assert "m-0.m.invalid is not known here" in caplog.text
+
+
 def test_a_follower_that_ends_is_missed_at_once() -> None:
     with joined() as (group, follower):
         follower.close()
