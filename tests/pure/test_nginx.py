@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from simple_websocket import Client as WebSocket
 
+from levserve.settings.settings import Settings
+from levserve.wire.connection import FORM_BYTES
 from tests.fake_server import Client, ServerProcess, completion
 from tests.nginx import running_nginx
 from tests.waiting import PATIENCE_SECONDS
@@ -63,6 +66,34 @@ def test_errors_come_through_as_we_made_them(port: int) -> None:
         client.send("POST", "/v1/completions", completion("t17", n=-1))
         reply = client.receive()
         assert (reply.status, reply.json["error"]["param"]) == (400, "n")
+
+
+def test_a_file_larger_than_other_bodies_comes_through(port: int) -> None:
+    data = b"x" * (Settings().max_body_bytes + 1)
+    boundary = b"----a-boundary"
+    fields = {b'name="purpose"': b"batch", b'name="file"; filename="in.jsonl"': data}
+    parts = [
+        b"--%b\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (boundary, name, value)
+        for name, value in fields.items()
+    ]
+    form = b"".join(parts) + b"--%b--\r\n" % boundary
+    with Client(port) as client:
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary.decode()}"}
+        client.send("POST", "/v1/files", form, **headers)
+        reply = client.receive()
+        assert reply.status == 200, reply.body
+        assert reply.json["bytes"] == len(data)
+        client.send("DELETE", f"/v1/files/{reply.json['id']}")
+        assert client.receive().status == 200
+
+
+@pytest.mark.parametrize("name", ["levserve.conf", "replicas.conf"])
+def test_the_largest_file_and_its_form_are_let_through(name: str) -> None:
+    megabytes = re.findall(r"client_max_body_size (\d+)m;", CONFIG.with_name(name).read_text())
+    settings = Settings()
+    others, files = (int(number) * 2**20 for number in megabytes)
+    assert others == settings.max_body_bytes
+    assert files >= settings.max_file_bytes + FORM_BYTES
 
 
 def test_a_websocket_comes_through(port: int) -> None:
