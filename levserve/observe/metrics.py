@@ -20,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 from levserve import __version__
+from levserve.observe.health import Phase
 from levserve.observe.histogram import PageHistogram
 from levserve.observe.metric_text import MetricText, TextSource, text_of
 
@@ -32,6 +33,10 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 
 PHASES = ("queued", "prefill", "decode")
 OUTCOMES = ("completed", "failed")
+FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "poisoned", "shutdown", "failed", "stuck")
+FULL = ("queue_full", "tokens_full", "threads_full", "memory_full", "sockets_full")
+REFUSALS = (*FULL, "stalled", *(phase.value for phase in Phase if phase is not Phase.READY))
+LATE = ("header", "body", "request", "send")
 TIMES = ("startup", "background", "serving")
 
 # Otherwise every counter has a second series, with the time it was created.
@@ -68,14 +73,17 @@ class Metrics:
         self.requests = self._counter(
             "requests", "Requests answered, by route and HTTP status.", ("route", "status")
         )
-        self.finished = self._counter("finished", "Finished sequences, by reason.", ("reason",))
+        self.finished = self._counter(
+            "finished", "Finished sequences, by reason.", ("reason",), FINISH_REASONS
+        )
         self.refused = self._counter(
-            "refused", "Requests refused before any work was done, by reason.", ("reason",)
+            "refused", "Requests refused before any work was done, by reason.", ("reason",), REFUSALS
         )
         self.cut = self._counter(
             "connections_cut",
             "Connections closed because the client was too slow, by what was late.",
             ("reason",),
+            LATE,
         )
         self.disconnects = self._counter(
             "disconnects", "Requests whose client disconnected, by phase.", ("phase",), PHASES
@@ -117,9 +125,11 @@ class Metrics:
         self.batch_requests = self._counter(
             "batch_requests", "Requests of batches that have ended, by outcome.", ("outcome",), OUTCOMES
         )
-        self.reloads = self._counter("reloads", "Weight reloads, by outcome.", ("outcome",))
+        self.reloads = self._counter(
+            "reloads", "Weight reloads, by outcome.", ("outcome",), ("done", "refused")
+        )
         self.model_loads = self._counter(
-            "model_loads", "Models loaded after startup, by outcome.", ("outcome",)
+            "model_loads", "Models loaded after startup, by outcome.", ("outcome",), ("done", "failed")
         )
         self.model_unloads = self._counter("model_unloads", "Models unloaded, to make room or on request.")
         self.rounds = self._counter(
@@ -256,7 +266,7 @@ class Metrics:
     def _counter(
         self, name: str, text: str, labels: tuple[str, ...] = (), values: tuple[str, ...] = ()
     ) -> Counter:
-        """Exports the label's `values` with 0 from the start, because a rate needs the 0 before the 1."""
+        """Exports the label's `values` with 0 from the start, because increase() needs the 0 before the 1."""
         counter = Counter(f"levserve_{name}", text, labels, registry=self.registry)
         for value in values:
             counter.labels(value)

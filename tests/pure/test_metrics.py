@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from levserve.engine.engine import Engine
 from levserve.models.registry import Registry
+from levserve.observe.health import Phase
 from levserve.observe.metrics import LATENCY_BUCKETS, Metrics
+from levserve.schedule.request import FinishReason
+from levserve.wire.connections import LATE_STATES
 from tests.fake_server import ServerProcess
 from tests.pure.test_registry import FakeLoader
 from tests.waiting import wait_until
@@ -153,6 +157,46 @@ def test_the_phase_and_the_version_are_told(server: ServerProcess) -> None:
     assert samples["process_open_fds"] > 5 and samples["process_resident_memory_bytes"] > 1e6
 
 
+PACKAGE = Path(__file__).parents[2] / "levserve"
+ALERTS = PACKAGE.parent / "docs" / "pages" / "how-to" / "alerts.md"
+COUNTED = re.compile(r"\b_?metrics\.(\w+)\.labels\((.+?)\)\.inc\(")
+QUOTED = re.compile(r'"(\w+)"')
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The values of the label of each counter on a fresh page."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for family in text_string_to_metric_families(Metrics().render().decode()):
+        if family.type == "counter" and family.name.startswith("levserve_"):
+            for sample in family.samples:
+                assert sample.value == 0
+                found[family.name.removeprefix("levserve_")].update(sample.labels.values())
+    return found
+
+
+def test_counters_begin_with_0_for_every_value_that_is_counted(exported: dict[str, set[str]]) -> None:
+    """increase() counts from the first value that Prometheus has seen: a series that begins with 1 loses it."""
+    used: defaultdict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for name, values in COUNTED.findall(path.read_text()):
+            used[name].update(QUOTED.findall(values))
+    assert {"refused", "rounds", "model_loads", "batch_requests"} <= used.keys()
+    used["rounds"].remove("score")  # begins when a model that has it is loaded
+    for name, literals in used.items():
+        assert literals <= exported[name], name
+    assert exported["finished"] == set(FinishReason)
+    assert exported["connections_cut"] == {*LATE_STATES.values(), "request", "send"}
+    assert exported["reloads"] == {"done", "refused"}
+
+
+def test_the_alerts_page_explains_every_reason_of_a_refusal(exported: dict[str, set[str]]) -> None:
+    _, _, table = ALERTS.read_text().partition("has a `reason`:")
+    rows = re.findall(r"^\| (`.+?) \|", table.partition("##")[0], re.MULTILINE)
+    assert exported["refused"] == {reason for row in rows for reason in re.findall(r"`(\w+)`", row)}
+    assert exported["refused"] > set(Phase) - {Phase.READY}
+
+
 def test_connections_that_are_cut_are_counted() -> None:
     with ServerProcess("--header-timeout", "1").wait_ready() as server:
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as late:
@@ -165,7 +209,7 @@ def test_connections_that_are_cut_are_counted() -> None:
             for name, value in scrape(server).items()
             if name.startswith("levserve_connections_cut_total")
         ]
-    assert cut == [1]
+    assert sorted(cut) == [0, 0, 0, 1]
 
 
 def test_vllms_names_are_there_if_they_are_wanted(server: ServerProcess) -> None:
