@@ -93,14 +93,15 @@ def start_tracing(destination: str) -> Tracing | None:
     if destination == "off":
         return None
     try:
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         exporter = _make_exporter(destination)
     except ImportError:
         raise ConfigError(f"--tracing {destination} needs OpenTelemetry: {INSTALL}") from None
-    resource = Resource({"service.name": "levserve"}).merge(Resource.create())
+    # `create` lets what it is given win over the environment, so the environment is read once more.
+    resource = Resource.create({"service.name": "levserve"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)

@@ -116,8 +116,7 @@ def test_a_missing_package_is_a_mistake_in_the_settings(monkeypatch: pytest.Monk
 
 
 def test_a_server_tells_its_last_spans_before_it_leaves() -> None:
-    environ = {"OTEL_SERVICE_NAME": "my-service", "OTEL_TRACES_SAMPLER": "always_on"}
-    with ServerProcess("--tracing", "console", environ=environ).wait_ready() as server:
+    with ServerProcess("--tracing", "console").wait_ready() as server:
         assert server.complete("t17", max_tokens=2).status == 200
     output = "\n".join(server.events)
     assert sorted(re.findall(r'^    "name": "(.*)"', output, re.MULTILINE)) == [
@@ -126,4 +125,26 @@ def test_a_server_tells_its_last_spans_before_it_leaves() -> None:
         "prefill",
         "queue",
     ]
-    assert output.count('"service.name": "my-service"') == 4
+    assert output.count('"service.name": "levserve"') == 4
+
+
+@pytest.mark.parametrize(
+    "variables, service_name",
+    [
+        ({}, "levserve"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test"}, "levserve"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=by-attribute"}, "by-attribute"),
+        ({"OTEL_SERVICE_NAME": "by-name"}, "by-name"),
+    ],
+)
+def test_spans_are_of_levserve_unless_the_environment_names_the_service(
+    variables: dict[str, str], service_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tracing = start_tracing("console")
+    assert tracing is not None
+    assert tracing._provider.resource.attributes["service.name"] == service_name
+    tracing.stop()
