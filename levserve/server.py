@@ -33,6 +33,7 @@ from levserve.observe.metrics import Metrics
 from levserve.observe.systemd import Notifier, Supervision, take_supervision
 from levserve.observe.tracing import start_tracing
 from levserve.observe.vllm_metrics import VllmMetrics
+from levserve.settings.credentials import without_credentials
 from levserve.settings.settings import KEY_VARIABLE, OTHER_KEY_VARIABLE, Settings
 from levserve.text.chat import template_of
 from levserve.web.app import BATCHES, create_app
@@ -70,7 +71,7 @@ def serve(settings: Settings, start_device: StartDevice) -> NoReturn:
     model = "the first of several models" if settings.has_several else settings.model
     if settings.lazy:
         model = "no model until a request asks for one"
-    log.info("listening on %s, loading %s", application.url, model)
+    log.info("listening on %s, loading %s", application.url, without_credentials(model))
     application.run()
     raise AssertionError("the arbiter raises SystemExit")
 

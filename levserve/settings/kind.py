@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
+from levserve.settings.credentials import without_credentials
+
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
@@ -67,8 +69,8 @@ class Setting:
         return ENV_PREFIX + self.name.upper()
 
     def show(self, value: object) -> str:
-        """The value on one line, as a person would write it; a secret is masked."""
-        text = self.kind.show(value)
+        """The value on one line, as a person would write it, with secrets and credentials masked."""
+        text = without_credentials(self.kind.show(value))
         if self.secret and text:
             return "***"
         return (text if text.isprintable() else ascii(text)) or "(empty)"

@@ -32,13 +32,13 @@ def fetch_brain(
     store: Store, cache_path: Path, *, weights: str | None = None, limit_bytes: int, report: Report
 ) -> ModelFiles:
     """The brain in a store's folder, with the weights that are given, or else those that brain.json names."""
-    fields = parse_description(store.read(DESCRIPTION) or b"{}", f"{store.address}/{DESCRIPTION}")
+    fields = parse_description(store.read(DESCRIPTION) or b"{}", f"{store.shown}/{DESCRIPTION}")
     names = [weights] if weights else weight_names(fields)
     beside = [folder + name for folder in ("tokenizer/", "") for name in TOKENIZER_FILES]
     found = {file.name: file for file in store.describe_all([DESCRIPTION, *names, *beside])}
     wanted = next((name for name in names if name in found), None)
     if wanted is None:
-        raise StartupError(f"{store.address} is a brain without weights: there is none of {', '.join(names)}")
+        raise StartupError(f"{store.shown} is a brain without weights: there is none of {', '.join(names)}")
     files = [file for name, file in found.items() if name == wanted or name not in names]
     lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
     return ModelFiles(PurePosixPath(store.address).name, lease.path / wanted, lease=lease)

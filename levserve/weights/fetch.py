@@ -36,21 +36,21 @@ def fetch_files(
         needed_bytes = sum(_num_bytes(file, _missing_blocks(folder, file)) for file in missing)
         make_room(folder, needed_bytes, limit_bytes)
         _check_space(folder, needed_bytes)
-        report(f"fetching {store.address} ({len(missing)} files, {num_bytes / 1e6:,.0f} MB)")
-        _fetch(store, missing, folder, Progress(f"fetching {store.address}", num_bytes, report))
+        report(f"fetching {store.shown} ({len(missing)} files, {num_bytes / 1e6:,.0f} MB)")
+        _fetch(store, missing, folder, Progress(f"fetching {store.shown}", num_bytes, report))
 
     try:
         return lease_folder(folder, lambda: all(_is_complete(folder, file) for file in files), fill, report)
     except OSError as error:
         raise StartupError(
-            f"cannot keep {store.address} in {folder} (--cache-dir): {cause_of(error)}"
+            f"cannot keep {store.shown} in {folder} (--cache-dir): {cause_of(error)}"
         ) from error
 
 
 def _folder_name(store: Store, files: Sequence[RemoteFile]) -> str:
     state = sorted(f"{file.name} {file.num_bytes} {file.tag} {file.md5} {file.crc32c}" for file in files)
     digest = hashlib.sha256("\n".join((store.address, *state)).encode()).hexdigest()
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", store.address.partition("://")[2])[-60:].strip("-.")
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", store.shown.partition("://")[2])[-60:].strip("-.")
     return f"{label}-{digest[:16]}"
 
 

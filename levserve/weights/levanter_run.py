@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from levserve.errors import StartupError
+from levserve.settings.credentials import without_credentials
 from levserve.settings.settings import Settings
 from levserve.weights.cache_folder import Lease
 from levserve.weights.fetch import fetch_files
@@ -42,11 +43,12 @@ def find_run(settings: Settings, report: Report, *, with_tokenizer: bool) -> Mod
         folder = newest_checkpoint(Path(settings.checkpoint_path))
         files = ModelFiles(_name(folder.resolve().parts), folder, find_config(folder))
     config_file = Path(settings.model_config) if settings.model_config else files.config_file
+    shown = without_credentials(settings.checkpoint_path)
     if config_file is None:
         where = f"no {CONFIG_FILE} in the checkpoint or the two folders above it"
-        raise StartupError(f"{settings.checkpoint_path}: {where}; give the run's config with --model-config")
+        raise StartupError(f"{shown}: {where}; give the run's config with --model-config")
     if not config_file.is_file():
-        raise StartupError(f"{settings.checkpoint_path}: --model-config {config_file} does not exist")
+        raise StartupError(f"{shown}: --model-config {config_file} does not exist")
     report(f"checkpoint {files.path}, config {config_file}")
     found = ModelFiles(files.name, files.path, config_file, lease=files.lease)
     if not with_tokenizer:
@@ -102,7 +104,7 @@ def _newest_store(store: Store) -> Store:
             steps[name] = step
     if not steps:
         expected = f"expected {METADATA_FILE} in it or in one of its folders"
-        raise StartupError(f"{store.address} holds no complete Levanter checkpoint: {expected}")
+        raise StartupError(f"{store.shown} holds no complete Levanter checkpoint: {expected}")
     newest = max(steps, key=lambda name: (steps[name], name))
     return Store(f"{store.address}/{newest}")
 

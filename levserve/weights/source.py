@@ -281,7 +281,7 @@ def _fetch_model(address: str, cache_path: Path, limit_bytes: int, report: Repor
         return fetch_brain(store, cache_path, limit_bytes=limit_bytes, report=report)
     if "config.json" not in names or not has_weights(names):
         found = f"found {', '.join(names[:8])}" if names else "found nothing"
-        raise StartupError(f"model {address}: expected config.json and {WEIGHTS}, {found}")
+        raise StartupError(f"model {store.shown}: expected config.json and {WEIGHTS}, {found}")
     lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
     return ModelFiles(name, lease.path, lease=lease)
 
@@ -296,7 +296,7 @@ def _fetch_gguf(store: Store, name: str, cache_path: Path, limit_bytes: int, rep
     for each in names:
         file = store.describe(each)
         if file is None:
-            raise StartupError(f"model {f'{store.address}/{each}'.rstrip('/')} does not exist")
+            raise StartupError(f"model {f'{store.shown}/{each}'.rstrip('/')} does not exist")
         files.append(file)
     lease = fetch_files(store, files, cache_path, limit_bytes=limit_bytes, report=report)
     return ModelFiles(parts.model_name(name), lease.path / name, lease=lease)

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from levserve.errors import ConfigError, StartupError
+from levserve.settings.credentials import without_credentials
 
 LIBRARIES = {  # the module that each kind of address needs, and what to install for it
     "gs": ("gcsfs", "levserve[gcs]"),
@@ -40,12 +41,13 @@ def is_address(text: str) -> bool:
 def check_address(address: str) -> None:
     """Refuses a kind of address that is not supported or whose library is not installed."""
     scheme = address.partition("://")[0]
+    shown = without_credentials(address)
     if scheme not in LIBRARIES:
         supported = ", ".join(f"{name}://" for name in LIBRARIES)
-        raise ConfigError(f"{address}: {scheme}:// is not supported; supported are {supported}")
+        raise ConfigError(f"{shown}: {scheme}:// is not supported; supported are {supported}")
     library, package = LIBRARIES[scheme]
     if importlib.util.find_spec(library) is None:
-        raise ConfigError(f"{address}: reading {scheme}:// needs {library}; pip install '{package}'")
+        raise ConfigError(f"{shown}: reading {scheme}:// needs {library}; pip install '{package}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Store:
         import fsspec  # here, because a start from local files need not pay for it
 
         self.address = address.rstrip("/")
+        self.shown = without_credentials(self.address)
+        """The address for messages."""
         self._scheme = address.partition("://")[0]
         self._is_web = self._scheme.startswith("http")
         with as_startup_error(self.address):
@@ -135,8 +139,12 @@ class Store:
         if info.get("type") == "directory":
             return None
         if info.get("size") is None:
-            raise StartupError(f"cannot fetch {path}: the server does not give its size")
+            raise StartupError(f"cannot fetch {without_credentials(path)}: the server does not give its size")
         num_bytes = int(info["size"])
+        has_ranges = True
+        if self._is_web:
+            with as_startup_error(path):
+                has_ranges = num_bytes > BLOCK_BYTES and _serves_ranges(path)
         etag = str(info.get("etag") or info.get("ETag") or "").strip('"')
         return RemoteFile(
             path,
@@ -145,7 +153,7 @@ class Store:
             tag=str(info.get("generation") or etag or info.get("Last-Modified") or ""),
             md5=_md5(info, etag if self._scheme == "s3" else ""),
             crc32c=info.get("crc32c"),
-            has_ranges=not self._is_web or (num_bytes > BLOCK_BYTES and _serves_ranges(path)),
+            has_ranges=has_ranges,
         )
 
     def describe_all(self, names: Sequence[str]) -> list[RemoteFile]:
@@ -187,7 +195,7 @@ class Store:
     def check_writable(self) -> None:
         """Raises `ConfigError` for a kind of address that cannot be written to."""
         if self._is_web:
-            raise ConfigError(f"cannot write {self.address}: only gs:// and s3:// can be written to")
+            raise ConfigError(f"cannot write {self.shown}: only gs:// and s3:// can be written to")
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -216,8 +224,9 @@ def as_startup_error(address: str, *, hint: str = "", verb: str = "fetch") -> It
     except StartupError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise StartupError(f"cannot {verb} {address}: {reason}{hint}") from error
+        # Some libraries put the address into their reasons.
+        reason = without_credentials(" ".join(str(error).split()))[:300] or type(error).__name__
+        raise StartupError(f"cannot {verb} {without_credentials(address)}: {reason}{hint}") from error
 
 
 def _md5(info: Mapping[str, Any], etag: str) -> str | None:
