@@ -11,6 +11,7 @@ import logging
 import jax
 
 from levserve.errors import StartupError
+from levserve.hosts.listener import listen_everywhere
 from levserve.settings.hosts import split_address
 from levserve.settings.settings import Settings
 
@@ -28,6 +29,8 @@ def start_distributed(settings: Settings) -> None:
         return
     host, port = split_address(settings.coordinator)
     address = f"[{host}]" if ":" in host else host
+    if settings.host_id == 0:
+        _check_port(port + 1)
     # This service would take SIGTERM from the server, which drains on it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -46,3 +49,14 @@ def start_distributed(settings: Settings) -> None:
             f"jax's processes do not find each other at {address}:{port + 1}: {reason}"
         ) from error
     log.info("jax runs on %d hosts, and this is host %d", settings.num_hosts, settings.host_id)
+
+
+def _check_port(port: int) -> None:
+    """Raises `StartupError` if the port is taken; jax's service would end the process with SIGSEGV."""
+    try:
+        listen_everywhere(port).close()
+    except OSError as error:
+        raise StartupError(
+            "jax's service needs the port after --coordinator's, but host 0 cannot listen on "
+            f"{port}: {error.strerror}"
+        ) from None

@@ -7,8 +7,6 @@ reported to `on_lost`, which ends the process: the part of the KV cache that was
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import logging
 import queue
 import socket
@@ -19,6 +17,7 @@ from collections.abc import Callable, Sequence
 from levserve.errors import ConfigError, StartupError
 from levserve.hosts.frame import FIRST_MAX_BYTES, BadFrame, Frame, FrameKind, receive_frame
 from levserve.hosts.identity import Identity, check_number, find_difference, read_identity
+from levserve.hosts.listener import listen
 from levserve.hosts.peer import SILENT_SECONDS, Beats, Peer, PeerLost
 
 log = logging.getLogger(__name__)
@@ -220,38 +219,6 @@ class Leader:
         with self._changed:
             self._changed.wait_for(lambda: not self._peers, STOP_SECONDS)
         self.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Opens the port on the address that the other hosts use.
-
-    Many machines resolve their own name to a loopback address, which no other host could reach.
-    """
-    try:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        except socket.gaierror as error:
-            # A cluster may publish the name of a pod only some time after the pod was started.
-            log.warning("%s is not known here (%s); listening on all addresses", host, error.strerror)
-            return _listen_everywhere(port)
-        given = address[0]
-        if ipaddress.ip_address(given).is_loopback and host not in ("localhost", given):
-            given = ""
-        try:
-            return socket.create_server((given, port), family=family)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            # This machine does not have the address: it is translated on the way here.
-            return socket.create_server(("", port), family=family)
-    except OSError as error:
-        raise StartupError(f"--coordinator {host}:{port}: cannot listen there: {error.strerror}") from None
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
 
 
 def _name_hosts(numbers: Sequence[int]) -> str:

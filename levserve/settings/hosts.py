@@ -74,11 +74,16 @@ def _check_place(settings: Settings) -> None:
             f"{asked} needs --host-id, from 0 to {settings.num_hosts - 1} and different on each host"
         )
     try:
-        split_address(settings.coordinator)
+        _, port = split_address(settings.coordinator)
     except ValueError:
         raise ConfigError(
             f"{_shown(settings, 'coordinator')} must be host:port with a port from 1 to {MAX_PORT}, or auto"
         ) from None
+    if settings.host_id == 0 and settings.port in (port, port + 1):
+        raise ConfigError(
+            f"{_shown(settings, 'coordinator')} takes the ports {port} and {port + 1} of host 0, "
+            f"so {_shown(settings, 'port')} must be another one"
+        )
 
 
 def _check_uses(settings: Settings) -> None:

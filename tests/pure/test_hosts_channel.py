@@ -21,7 +21,8 @@ from levserve.errors import ConfigError, StartupError
 from levserve.hosts.follower import Follower
 from levserve.hosts.frame import HEADER, MAX_BYTES, BadFrame, FrameKind, receive_frame, send_frame
 from levserve.hosts.identity import Identity, Value, find_difference, identity_of, read_identity
-from levserve.hosts.leader import Leader, listen
+from levserve.hosts.leader import Leader
+from levserve.hosts.listener import listen
 from levserve.hosts.peer import Peer, PeerLost
 from levserve.settings.settings import Settings
 from tests.waiting import wait_until

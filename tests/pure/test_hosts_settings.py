@@ -50,6 +50,12 @@ def test_a_place_is_given_by_flags_or_by_our_own_variables() -> None:
     assert place(read(*flags)) == place(read(**variables)) == ("10.0.0.1:8890", 2, 1)
 
 
+def test_another_hosts_own_port_may_be_one_of_host_0() -> None:
+    place = ("--num-hosts", "2", "--coordinator", "a:7999")
+    assert read(*place, "--host-id", "1").port == 8000
+    assert read(*place, "--host-id", "0", "--port", "8001").port == 8001
+
+
 def test_a_group_of_one_host_is_a_server_as_any_other() -> None:
     assert place(read("--coordinator", "a:1", "--num-hosts", "1", "--host-id", "0")) == ("a:1", 1, 0)
 
@@ -96,6 +102,16 @@ def test_variables_of_a_cluster_change_nothing_unless_they_are_asked_for() -> No
         (("--num-hosts", "2", "--host-id", "0", "--coordinator", "a"), {}, "must be host:port"),
         (("--num-hosts", "2", "--host-id", "0", "--coordinator", "a:65535"), {}, "1 to 65534"),
         (("--num-hosts", "2", "--host-id", "0", "--coordinator", "::1:80"), {}, "must be host:port"),
+        (
+            ("--num-hosts", "2", "--host-id", "0", "--coordinator", "a:7999"),
+            {},
+            r"--coordinator a:7999 .* takes the ports 7999 and 8000 of host 0, so --port 8000 \(default\) must",
+        ),
+        (
+            ("--num-hosts", "2", "--host-id", "0", "--coordinator", "a:8000"),
+            {},
+            "takes the ports 8000 and 8001",
+        ),
         (AUTO, {}, "no variables of LeaderWorkerSet, SLURM or a TPU pod are set"),
         (AUTO, LWS | {"LWS_GROUP_SIZE": "many"}, "LWS_LEADER_ADDRESS is set, but"),
         (AUTO, {"SLURM_STEP_NODELIST": "a"}, "SLURM_STEP_NODELIST is set, but"),
