@@ -6,8 +6,10 @@ hosts of a group have the same byte order, because they run the same programs. N
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -75,9 +77,15 @@ def send_frame(
             waiting[0] = waiting[0][sent:]
 
 
-def receive_frame(connection: socket.socket, max_bytes: int = MAX_BYTES) -> Frame | None:
-    """Waits for a frame; None at the end of the stream. Raises `BadFrame` for bytes that cannot be one."""
-    header = _receive(connection, HEADER.size, may_end=True)
+def receive_frame(
+    connection: socket.socket, max_bytes: int = MAX_BYTES, deadline: float = math.inf
+) -> Frame | None:
+    """Waits for a frame; None at the end of the stream. Raises `BadFrame` for bytes that cannot be one.
+
+    The connection's own timeout is for each piece of a frame. `deadline`, on the monotonic clock, is for the
+    whole frame: it changes the connection's timeout, and `TimeoutError` is raised when it has passed.
+    """
+    header = _receive(connection, HEADER.size, deadline, may_end=True)
     if header is None:
         return None
     kind, number, num_bytes = HEADER.unpack(header)
@@ -87,15 +95,22 @@ def receive_frame(connection: socket.socket, max_bytes: int = MAX_BYTES) -> Fram
         known = FrameKind(kind)
     except ValueError:
         raise BadFrame(f"an unknown kind {kind}") from None
-    payload = _receive(connection, num_bytes)
+    payload = _receive(connection, num_bytes, deadline)
     assert payload is not None
     return Frame(known, number, bytes(payload))
 
 
-def _receive(connection: socket.socket, num_bytes: int, *, may_end: bool = False) -> bytearray | None:
+def _receive(
+    connection: socket.socket, num_bytes: int, deadline: float, *, may_end: bool = False
+) -> bytearray | None:
     received = bytearray(num_bytes)
     view = memoryview(received)
     while view.nbytes:
+        if deadline < math.inf:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(seconds)
         count = connection.recv_into(view)
         if not count:
             if may_end and view.nbytes == num_bytes:

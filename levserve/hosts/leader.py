@@ -137,8 +137,7 @@ class Leader:
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Lets a host in, or refuses it and goes on waiting: it may be started again with other settings."""
         try:
-            connection.settimeout(HELLO_SECONDS)
-            frame = receive_frame(connection, FIRST_MAX_BYTES)
+            frame = receive_frame(connection, FIRST_MAX_BYTES, time.monotonic() + HELLO_SECONDS)
             if frame is None or frame.kind is not FrameKind.HELLO:
                 raise BadFrame("it does not introduce itself")
             identity = read_identity(frame.payload)

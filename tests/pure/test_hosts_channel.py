@@ -255,6 +255,25 @@ def test_strangers_on_the_port_are_sent_away_and_the_group_forms(caplog: pytest.
     assert caplog.text.count("which is not a host of this group") == 5
 
 
+def test_a_stranger_that_sends_byte_after_byte_is_sent_away_in_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait meanwhile, and so does --hosts-timeout."""
+    monkeypatch.setattr("levserve.hosts.leader.HELLO_SECONDS", 0.4)
+    with group_of() as group, socket.create_connection(group.address) as stranger:
+        gathering = group.gather()
+        with pytest.raises(OSError):
+            stranger.sendall(HEADER.pack(FrameKind.HELLO, 0, 60_000))
+            for _ in range(100):
+                stranger.sendall(b" ")
+                time.sleep(0.1)
+        follower = group.follower()
+        follower.expect(FrameKind.WELCOME)
+        gathering.join()
+        follower.close()
+    assert "which is not a host of this group: timed out" in caplog.text
+
+
 def test_a_host_that_leaves_before_all_are_there_may_come_back(caplog: pytest.LogCaptureFixture) -> None:
     with group_of(3) as group:
         gathering = group.gather()
