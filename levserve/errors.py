@@ -188,3 +188,8 @@ class ConfigError(StartupError):
     """An invalid setting; the message names the option, its source and its value."""
 
     exit_code = 2
+
+
+def startup_error(message: str, exit_code: int) -> StartupError:
+    """The error of another process, which has told its message and its exit code."""
+    return ConfigError(message) if exit_code == ConfigError.exit_code else StartupError(message)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from levserve.errors import ConfigError, StartupError
+from levserve.errors import StartupError, startup_error
 from levserve.hosts.frame import Frame, FrameKind
 from levserve.hosts.identity import Identity
 from levserve.hosts.peer import SILENT_SECONDS, Beats, Peer, PeerLost
@@ -46,6 +46,11 @@ class Follower:
         self._is_stopped = False
         self.is_welcome = False
         threading.Thread(target=self._receive, name="levserve-leader", daemon=True).start()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the end of the connection is expected, because this host ends alone or is refused."""
+        return self._is_stopped
 
     def join(self, identity: Identity) -> None:
         """Waits until all hosts have joined; raises `StartupError` if host 0 refuses this one."""
@@ -83,9 +88,7 @@ class Follower:
         frame = self.take()
         assert frame is not None
         if frame.kind is FrameKind.REFUSED:
-            is_setting = frame.number == ConfigError.exit_code
-            error_type: type[StartupError] = ConfigError if is_setting else StartupError
-            raise error_type(f"host 0 refuses this host: {frame.payload.decode()}")
+            raise startup_error(f"host 0 refuses this host: {frame.payload.decode()}", frame.number)
         assert frame.kind is kind, f"host 0 sent {frame.kind!r}, and {kind!r} was expected"
         return frame
 

@@ -48,7 +48,7 @@ class FrameKind(IntEnum):
     LEAVING = 12
     """From a follower: it was asked to end, in an orderly way (1) or at once (0)."""
     FAILED = 13
-    """From a follower: why it cannot start, as a sentence."""
+    """From a follower: why it cannot start, as a sentence, and the exit code that this has."""
     STOP = 14
     """From the leader: the group shuts down in an orderly way."""
 

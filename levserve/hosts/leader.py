@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from levserve.errors import ConfigError, StartupError
+from levserve.errors import ConfigError, StartupError, startup_error
 from levserve.hosts.frame import FIRST_MAX_BYTES, BadFrame, Frame, FrameKind, receive_frame
 from levserve.hosts.identity import Identity, check_number, find_difference, read_identity
 from levserve.hosts.listener import listen
@@ -34,8 +34,9 @@ class Leader:
     """`send` and `ask` are for the device thread; a reload's thread may call `ask` too, while nothing
     else does.
 
-    `on_ready` gets a host and the number of a program that it has compiled. Like `on_lost` and `on_leaving`,
-    it is called on the thread that receives from the host. Any thread may call `stop`.
+    `on_ready` gets a host and the number of a program that it has compiled. Like `on_lost`, `on_failed` and
+    `on_leaving`, it is called on the thread that receives from the host. Any thread may call `stop` or
+    `refuse`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Leader:
         num_hosts: int,
         *,
         on_lost: Callable[[str], None],
+        on_failed: Callable[[StartupError], None],
         on_leaving: Callable[[], None],
         on_ready: Callable[[int, int], None],
         silent_seconds: float = SILENT_SECONDS,
@@ -52,6 +54,7 @@ class Leader:
         self._identity = identity
         self._num_hosts = num_hosts
         self._on_lost = on_lost
+        self._on_failed = on_failed
         self._on_leaving = on_leaving
         self._on_ready = on_ready
         self._silent_seconds = silent_seconds
@@ -59,7 +62,7 @@ class Leader:
         self._peers: dict[int, Peer] = {}
         self._answers: dict[int, queue.SimpleQueue[Frame | PeerLost]] = {}
         self._refused = ""
-        self._is_complete = self._is_stopping = False
+        self._is_complete = self._is_stopping = self._has_failed = False
         self._listener = listen(*address)
         self._beats = Beats(lambda: list(self._peers.values()))
 
@@ -74,10 +77,12 @@ class Leader:
                     report(f"waiting for {_name_hosts(missing)} of {self._num_hosts}")
                     told = missing
                 if time.monotonic() >= deadline:
-                    raise self.refuse(
+                    error = StartupError(
                         f"{_name_hosts(missing)} did not join within --hosts-timeout {timeout_seconds:g} s"
                         + (f"; {self._refused}" if self._refused else "")
                     )
+                    self.refuse(error)
+                    raise error
                 try:
                     connection, address = self._listener.accept()
                 except TimeoutError:
@@ -104,13 +109,12 @@ class Leader:
             found[host_id] = answer.payload
         return found
 
-    def refuse(self, reason: str) -> StartupError:
-        """Tells all followers why the group cannot start, waits for their end, and returns the error."""
+    def refuse(self, error: StartupError) -> None:
+        """Tells all followers why the group cannot start, and waits for their end."""
         self._is_stopping = True
         for peer in list(self._peers.values()):
-            peer.try_to_refuse(reason, StartupError.exit_code)
+            peer.try_to_refuse(str(error), error.exit_code)
         self._wait_for_end()
-        return StartupError(reason)
 
     def stop(self) -> None:
         """Asks the followers to shut down, and waits until they have ended."""
@@ -186,9 +190,21 @@ class Leader:
                 elif frame.kind is FrameKind.LEAVING:
                     self._let_leave(host_id, is_orderly=bool(frame.number))
                 elif frame.kind is FrameKind.FAILED:
-                    raise PeerLost(f"cannot start: {frame.payload.decode()}")
+                    self._end_start(host_id, peer, frame)
+                    return
         except PeerLost as error:
             self._lose(host_id, peer, PeerLost(f"host {host_id} at {peer.address} {error}"))
+
+    def _end_start(self, host_id: int, peer: Peer, frame: Frame) -> None:
+        """A follower cannot start, so nobody can, for the same reason and with the same exit code."""
+        with self._changed:
+            self._peers.pop(host_id, None)
+            self._changed.notify_all()
+        peer.close()
+        if not self._is_stopping:  # otherwise host 0 has refused it, and it answers that
+            self._has_failed = True
+            reason = f"host {host_id} at {peer.address} cannot start: {frame.payload.decode()}"
+            self._on_failed(startup_error(reason, frame.number))
 
     def _let_leave(self, host_id: int, *, is_orderly: bool) -> None:
         if not is_orderly:
@@ -205,7 +221,8 @@ class Leader:
             if not is_complete or self._is_stopping:
                 self._peers.pop(host_id, None)
             self._changed.notify_all()
-        self._answers[host_id].put(error)
+        if not self._has_failed:  # otherwise `on_failed` ends the process, for the reason that came first
+            self._answers[host_id].put(error)
         peer.close()
         if self._is_stopping:
             return

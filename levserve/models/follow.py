@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,10 @@ LEAVE_SECONDS = 5.0
 """How long after its drain's deadline host 0 may still take to end the group."""
 
 
+ENDING = threading.Lock()
+"""Both the device thread and the one that receives notice that host 0 is lost."""
+
+
 def follow(settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> None:
     """Runs on the device thread until the process ends, because host 0 ends it or is lost."""
     report(f"looking for host 0 at {settings.coordinator}")
@@ -47,13 +52,16 @@ def follow(settings: Settings, engine: Engine, *, report: Callable[[str], None])
     )
     _leave_together(follower, engine)
     report("waiting until all hosts are there")
-    follower.join(identity_of(settings))
     try:
+        follower.join(identity_of(settings))
         _follow(follower, settings, engine, report=report)
     except StartupError as error:
         with suppress(PeerLost):
-            follower.send_text(FrameKind.FAILED, str(error))
+            follower.send(FrameKind.FAILED, error.exit_code, str(error).encode())
         raise
+    except PeerLost as error:
+        if not follower.is_leaving:  # otherwise the main thread ends this process in an orderly way
+            _end(FAULT_EXIT_CODE, f"{error}, which ends the group")
 
 
 def _follow(follower: Follower, settings: Settings, engine: Engine, *, report: Callable[[str], None]) -> None:
@@ -142,7 +150,7 @@ def _leave_together(follower: Follower, engine: Engine) -> None:
     def tell() -> None:
         if deadlines:
             return
-        deadlines.append(engine.drain_deadline)
+        deadlines.append(0.0)
         is_orderly = engine.drain_deadline > time.monotonic()
         with suppress(PeerLost):
             follower.leave(is_orderly=is_orderly)
@@ -157,6 +165,8 @@ def _leave_together(follower: Follower, engine: Engine) -> None:
 
 
 def _end(exit_code: int, reason: str) -> None:
+    """Ends the process, on the first thread that calls it; any others wait for that."""
+    ENDING.acquire()
     if reason:
         log.critical("%s", reason)
     else:

@@ -21,6 +21,7 @@ from levserve.errors import FAULT_EXIT_CODE, StartupError
 from levserve.hosts.frame import FrameKind
 from levserve.hosts.identity import identity_of
 from levserve.hosts.leader import Leader
+from levserve.observe.logs import report_startup_error
 from levserve.settings.hosts import split_address
 from levserve.settings.settings import Settings
 from levserve.weights.fingerprint import fingerprint
@@ -48,11 +49,14 @@ class Group:
         self._voting = threading.Lock()
         self._votes: defaultdict[int, set[int]] = defaultdict(set)
         self._executor: Executor | None = None
+        self._ending = threading.Lock()
+        """Held by the thread that ends this process because the group cannot start; never released."""
         self._leader = Leader(
             split_address(settings.coordinator),
             identity_of(settings),
             settings.num_hosts,
             on_lost=self._lose,
+            on_failed=self._end_start,
             on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),  # which drains this server
             on_ready=self._vote,
         )
@@ -68,10 +72,12 @@ class Group:
         for host_id, answer in self._leader.ask(FrameKind.MODEL).items():
             theirs = answer.decode()
             if theirs != own:
-                raise self._leader.refuse(
+                error = StartupError(
                     f"host {host_id} has another model than host 0: "
                     f"the files of {files.name} have the fingerprint {own} on host 0 and {theirs} there"
                 )
+                self._leader.refuse(error)
+                raise error
         self._leader.send(FrameKind.MODEL)
 
     def agree_on_memory(self, free_bytes: int) -> int:
@@ -111,8 +117,12 @@ class Group:
             self._leader.send(FrameKind.SWAP, DROP)
 
     def give_up(self, error: StartupError) -> None:
-        """Tells the other hosts why this one cannot start."""
-        self._leader.refuse(str(error))
+        """Tells the other hosts why the group cannot start; the caller then ends this process.
+
+        Blocks if this process is ending already, because another host cannot start.
+        """
+        self._ending.acquire()
+        self._leader.refuse(error)
 
     def _vote(self, host_id: int, number: int) -> None:
         """Counts the hosts that have compiled a program; any thread may call this."""
@@ -121,6 +131,14 @@ class Group:
             is_everywhere = len(self._votes[number]) == self._settings.num_hosts
         if is_everywhere and self._executor is not None:
             self._executor.programs.open_number(number)
+
+    def _end_start(self, error: StartupError) -> None:
+        """Ends all hosts because another one cannot start; the device thread may be too busy to do this."""
+        self._ending.acquire()
+        self._leader.refuse(error)
+        report_startup_error(error)
+        logging.shutdown()
+        os._exit(error.exit_code)
 
     def _lose(self, reason: str) -> None:
         log.critical("%s, which ends the group", reason)

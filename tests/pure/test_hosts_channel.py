@@ -38,6 +38,7 @@ class Group:
     address: tuple[str, int]
     leader: Leader
     lost: list[str] = field(default_factory=list)
+    failed: list[StartupError] = field(default_factory=list)
     leaving: list[bool] = field(default_factory=list)
     ready: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[bool] = field(default_factory=list)
@@ -65,6 +66,7 @@ def group_of(num_hosts: int = 2) -> Iterator[Group]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = ("127.0.0.1", free.getsockname()[1])
     lost: list[str] = []
+    failed: list[StartupError] = []
     leaving: list[bool] = []
     ready: list[tuple[int, int]] = []
     leader = Leader(
@@ -72,12 +74,13 @@ def group_of(num_hosts: int = 2) -> Iterator[Group]:
         Identity(0, SAME),
         num_hosts,
         on_lost=lost.append,
+        on_failed=failed.append,
         on_leaving=lambda: leaving.append(True),
         on_ready=lambda host_id, number: ready.append((host_id, number)),
         silent_seconds=SILENT_SECONDS,
     )
     try:
-        yield Group(address, leader, lost, leaving, ready)
+        yield Group(address, leader, lost, failed, leaving, ready)
     finally:
         leader.close()
 
@@ -386,6 +389,27 @@ def test_a_follower_that_is_asked_to_end_before_all_are_there_goes_alone(
         assert not group.lost and not group.leaving
         for follower in followers:
             follower.close()
+
+
+@pytest.mark.parametrize("error", [StartupError("no weights"), ConfigError("--device gpu: none")])
+def test_a_follower_that_cannot_start_ends_the_start_for_its_reason(error: StartupError) -> None:
+    """A supervisor starts neither host again if the reason is a setting: the exit code says so."""
+    with joined() as (group, follower):
+        follower.send(FrameKind.FAILED, error.exit_code, str(error).encode())
+        wait_until(lambda: bool(group.failed), 5)
+        assert str(group.failed[0]) == f"host 1 at 127.0.0.1 cannot start: {error}"
+        assert type(group.failed[0]) is type(error)
+        assert not group.lost
+
+
+def test_followers_are_refused_with_the_exit_code_of_the_reason() -> None:
+    with joined() as (group, follower):
+        refusing = threading.Thread(target=group.leader.refuse, args=(ConfigError("--device gpu: none"),))
+        refusing.start()
+        with pytest.raises(ConfigError, match="host 0 refuses this host: --device gpu: none"):
+            follower.expect(FrameKind.COMPILED)
+        follower.close()
+        refusing.join()
 
 
 def test_a_follower_that_is_stopped_at_once_is_lost() -> None:

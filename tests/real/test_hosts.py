@@ -128,6 +128,32 @@ def test_hosts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             assert "host 1 has another model than host 0: the files of llama" in host.text
 
 
+def test_a_host_that_cannot_start_ends_all_for_its_reason() -> None:
+    """None of these hosts starts jax."""
+    with host_group() as group:
+        leader = group.start(0)
+        failing = group.start(1, "--model", "http://127.0.0.1:9/llama")
+        assert (leader.exit_code(), failing.exit_code()) == (1, 1)
+        reason = "cannot fetch http://127.0.0.1:9/llama"
+        assert f"error: {reason}" in failing.text
+        assert re.search(rf"error: host 1 at 127.0.0.1 cannot start: {reason}", leader.text)
+        assert "Traceback" not in leader.text + failing.text
+
+
+def test_a_host_that_is_told_to_end_while_it_waits_ends_in_order() -> None:
+    three = ("--num-hosts", "3", "--tensor-parallel", "3")
+    with host_group() as group:
+        leader = group.start(0, *three)
+        follower = group.start(1, *three)
+        leader.wait_for("host 1 joined")
+        follower.process.send_signal(signal.SIGTERM)
+        assert follower.exit_code() == 0
+        leader.wait_for("was asked to end; it may come back")
+        leader.process.send_signal(signal.SIGTERM)
+        assert leader.exit_code() == 0
+        assert "CRITICAL" not in follower.text
+
+
 def test_hosts_do_not_wait_for_each_other_forever() -> None:
     with host_group() as group:
         leader = group.start(0, "--hosts-timeout", "1")
