@@ -7,21 +7,28 @@ spaces between them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
 from levserve.errors import ConfigError
 
 NULLS = ("null", "Null", "NULL", "~")
+QUOTE = "aliases, anchors and tags are not supported; put a value that begins with *, & or ! in quotes"
+"""Says nothing of the value, which may be a key. YAML would take one with an anchor or a tag for empty."""
+MARKS = ("alias", "anchor", "tag")
 
 
 def read_yaml(name: str, text: str) -> dict[str, dict[str, str]]:
     """`name` is the file's name, for error messages."""
     try:
+        for event in yaml.parse(text, Loader=yaml.BaseLoader):
+            _refuse_marks(name, event)
         document = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise ConfigError(f"{name}, line {line}: {error.problem}") from None
+        is_mark = str(error.context).endswith(MARKS) or "tag handle" in str(error.problem)
+        problem = QUOTE if is_mark else error.problem
+        raise ConfigError(f"{name}, line {_line(error.problem_mark)}: {problem}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
     if document is None or _is_null(document):
@@ -38,6 +45,16 @@ def read_yaml(name: str, text: str) -> dict[str, dict[str, str]]:
                 raise ConfigError(f"{_place(name, value)}: {key} is given twice in section {section}")
             sections[section][key] = _text(f"{name}, [{section}] {key}", value)
     return sections
+
+
+def _refuse_marks(name: str, event: yaml.Event) -> None:
+    has_mark = isinstance(event, yaml.NodeEvent) and event.anchor is not None
+    if has_mark or getattr(event, "tag", None) is not None:
+        raise ConfigError(f"{name}, line {_line(event.start_mark)}: {QUOTE}")
+
+
+def _line(mark: Any) -> int:
+    return mark.line + 1 if mark is not None else 1
 
 
 def _entries(name: str, node: yaml.Node, expected: str) -> Iterator[tuple[str, yaml.Node]]:

@@ -72,7 +72,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         ("server: [\n", ["line 2"]),
         ("server:\n\tport: 1\n", ["line 2"]),
         ("a: 1\n---\nb: 1\n", ["line 2"]),
-        ("server: *other\n", ["line 1"]),
+        ("server: *other\n", ["line 1", "quotes"]),
         ("server: \x01\n", ["serve.yaml"]),
     ],
 )  # fmt: skip
@@ -82,3 +82,20 @@ def test_a_mistake_in_the_yaml_file_is_named_with_its_place(
     path = serve_yaml(tmp_path, text)
     line = refuse(capsys, ["--config", path])
     assert all(word in line for word in [path, *named])
+
+
+@pytest.mark.parametrize(
+    "value", ["*SECRET", "&SECRET", "!SECRET", "!!SECRET", "!a!SECRET", "*", "&", "*!SECRET"]
+)
+def test_a_value_that_yaml_takes_for_a_mark_is_refused_and_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    """A key that begins with & or ! would be an empty one: the server would accept anyone."""
+    line = refuse(capsys, ["--config", serve_yaml(tmp_path, f"server:\n  api-key: {value}\n")])
+    assert "line 2: " in line and "in quotes" in line and "SECRET" not in line
+
+
+@pytest.mark.parametrize("value", ["'*SECRET'", '"&SECRET"'])
+def test_a_quoted_value_may_begin_with_a_mark(tmp_path: Path, value: str) -> None:
+    path = serve_yaml(tmp_path, f"server:\n  api-key: {value}\n")
+    assert parse_settings(["--config", path], {}).api_key == value[1:-1]
