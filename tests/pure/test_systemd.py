@@ -19,6 +19,7 @@ from levserve.errors import StartupError
 from levserve.observe.metrics import Metrics
 from levserve.observe.systemd import Notifier, Supervision, take_supervision
 from levserve.settings.parse import parse_settings
+from levserve.settings.settings import Settings
 from tests.fake_server import ServerProcess
 from tests.waiting import PATIENCE_SECONDS
 
@@ -175,7 +176,7 @@ def test_two_sockets_are_one_too_many() -> None:
 
 
 @pytest.mark.systemd
-@pytest.mark.parametrize("drop_in", [None, "gpu.conf"])
+@pytest.mark.parametrize("drop_in", [None, "gpu.conf", "hosts.conf"])
 @pytest.mark.parametrize(
     "service, other", [("levserve", "levserve.socket"), ("levserve@", "levserve.target")]
 )
@@ -243,6 +244,16 @@ def test_the_unit_allows_the_sockets_that_collectives_need(unit: str) -> None:
     (families,) = [line for line in read_unit(unit) if line.startswith("RestrictAddressFamilies=")]
     allowed = set(families.partition("=")[2].split())
     assert allowed == {"AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"}
+
+
+def test_several_hosts_start_again_after_one_ended_in_order() -> None:
+    """It ends the others with 0. Waiting for it must not use up the starts that the unit allows."""
+    unit = read_unit("levserve.service")
+    assert "Restart=always" in read_unit("hosts.conf") and "RestartPreventExitStatus=2" in unit
+    limits = {
+        key: int(value) for key, _, value in (line.partition("=") for line in unit) if "StartLimit" in key
+    }
+    assert Settings().hosts_timeout * limits["StartLimitBurst"] > limits["StartLimitIntervalSec"]
 
 
 def test_the_example_settings_are_settings() -> None:
