@@ -102,6 +102,13 @@ def test_host_0_alone_gets_requests(hosts: dict[str, Any], templates: list[Any])
     assert all(selector == template["metadata"]["labels"] for template in templates)
 
 
+def test_hosts_wait_for_each_other_as_long_as_the_group_may_take_to_start(templates: list[Any]) -> None:
+    settings = parse_settings(["--config", str(FOLDER / "serve.ini")], {})
+    startup = container_in(templates[0])["startupProbe"]
+    start_seconds = startup["periodSeconds"] * startup["failureThreshold"]
+    assert start_seconds / 2 <= settings.hosts_timeout < start_seconds
+
+
 def test_every_host_has_the_time_to_drain(templates: list[Any]) -> None:
     settings = parse_settings(["--config", str(FOLDER / "serve.ini")], {})
     for template in templates:
