@@ -184,6 +184,12 @@ def test_composes_server_drains_before_it_is_killed_and_nginx_with_it() -> None:
     assert services["levserve"]["read_only"] is True
 
 
+def test_composes_services_all_come_back_after_a_reboot() -> None:
+    """With on-failure, Docker would start the others again but not the server, which a reboot ends with 0."""
+    services = read_yaml(DOCKER / "compose.yaml")["services"]
+    assert {service["restart"] for service in services.values()} == {"unless-stopped"}
+
+
 def test_compose_points_nginx_prometheus_and_grafana_at_their_neighbours() -> None:
     services = read_yaml(DOCKER / "compose.yaml")["services"]
     here, there = re.search(r"sed s/(\S+)/(\S+)/", services["nginx"]["command"][2]).groups()
