@@ -19,6 +19,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from levserve.settings.parse import parse_settings
 from levserve.settings.settings import BY_KEY
 from levserve.weights.bundled import SMOLLM2
 from tests.documents import ROOT
@@ -182,6 +183,18 @@ def test_composes_server_drains_before_it_is_killed_and_nginx_with_it() -> None:
         grace_seconds = int(services[name]["stop_grace_period"].removesuffix("s"))
         assert grace_seconds > BY_KEY["drain-seconds"].default + EXIT_SECONDS, name
     assert services["levserve"]["read_only"] is True
+
+
+def test_composes_server_listens_where_its_neighbours_look_whatever_the_env_file_says() -> None:
+    """One .env file may be for run.sh as well, which takes PORT from it."""
+    services = read_yaml(DOCKER / "compose.yaml")["services"]
+    given = dict(line.partition("=")[::2] for line in services["levserve"]["environment"])
+    (job,) = read_yaml(DOCKER / "prometheus.yml")["scrape_configs"]
+    file = {"PORT": "9001", "LEVSERVE_PORT": "9002", "LEVSERVE_HOST": "127.0.0.1"}
+    places = {name: value for name, value in given.items() if name in ("LEVSERVE_HOST", "LEVSERVE_PORT")}
+    settings = parse_settings([], file | places)
+    assert settings.host == "0.0.0.0"
+    assert job["static_configs"] == [{"targets": [f"levserve:{settings.port}"]}]
 
 
 def test_composes_services_all_come_back_after_a_reboot() -> None:
