@@ -197,6 +197,14 @@ def test_the_alerts_page_explains_every_reason_of_a_refusal(exported: dict[str, 
     assert exported["refused"] > set(Phase) - {Phase.READY}
 
 
+def test_the_alert_about_a_device_that_hangs_asks_for_what_exists_and_not_during_a_start() -> None:
+    (query,) = re.findall(r"```promql\n(.+?)```", ALERTS.read_text(), re.DOTALL)
+    page = parse(Metrics().render().decode())
+    assert set(re.findall(r"levserve_\w+", query)) - {"levserve_phase"} <= page.keys()
+    (phases,) = re.findall(r'levserve_phase{phase=~"([a-z|]+)"}', query)
+    assert set(phases.split("|")) == set(Phase) - {Phase.LOADING, Phase.FAILED}
+
+
 def test_connections_that_are_cut_are_counted() -> None:
     with ServerProcess("--header-timeout", "1").wait_ready() as server:
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as late:
