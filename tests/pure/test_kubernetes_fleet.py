@@ -135,6 +135,7 @@ def test_a_device_is_added_to_replicas(device: str, tmp_path: Path) -> None:
         ("overlays/cpu", ["monitoring"]),
         ("replicas", ["nvidia"]),
         ("gateway", ["nvidia"]),
+        ("gateway", ["istio"]),
         ("multi-host", []),
     ],
 )

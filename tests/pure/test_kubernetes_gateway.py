@@ -14,7 +14,7 @@ from levserve.observe.metrics import Metrics
 from levserve.observe.vllm_metrics import VllmMetrics
 from levserve.web.ops import OPS_PATHS
 from tests.documents import ROOT
-from tests.kustomize import build, container_of
+from tests.kustomize import build, container_of, read_all
 
 FOLDER = ROOT / "deploy" / "kubernetes" / "gateway"
 POOL_KIND = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
@@ -56,6 +56,13 @@ def test_the_pool_finds_its_picker(gateway: dict[str, Any]) -> None:
     ports = {one["name"]: one["containerPort"] for one in container_of(picker)["ports"]}
     assert ports[port["targetPort"]] == port["port"]
     assert labels != gateway["Deployment/levserve"]["spec"]["template"]["metadata"]["labels"]
+
+
+def test_istio_may_connect_to_a_picker_that_signs_its_own_certificate(gateway: dict[str, Any]) -> None:
+    (rule,) = read_all(FOLDER.parent / "components" / "istio" / "picker-tls.yaml")
+    assert (rule["apiVersion"], rule["kind"]) == ("networking.istio.io/v1", "DestinationRule")
+    assert f"Service/{rule['spec']['host']}" in gateway
+    assert rule["spec"]["trafficPolicy"] == {"tls": {"mode": "SIMPLE", "insecureSkipVerify": True}}
 
 
 def test_the_picker_knows_its_pool_and_reads_its_file(gateway: dict[str, Any]) -> None:
