@@ -13,4 +13,5 @@ echo 'setuptools>=77' | uv pip compile "${options[@]}" "$@" - -o $locks/build.tx
 # A target adds to what all share, so its file leaves that out.
 mapfile -t shared < <(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package=\1/p' $locks/base.txt | sort -u)
 uv pip compile "${options[@]}" "$@" "${shared[@]}" --constraints $locks/base.txt --extra cuda13 setup.cfg -o $locks/cuda.txt
+uv pip compile "${options[@]}" "$@" "${shared[@]}" --constraints $locks/base.txt --extra cuda12 setup.cfg -o $locks/cuda12.txt
 uv pip compile "${options[@]}" "$@" "${shared[@]}" --constraints $locks/base.txt --extra tpu setup.cfg -o $locks/tpu.txt

@@ -13,7 +13,7 @@ LEVSERVE_* and HF_TOKEN are handed on, and so is a file .env in the current fold
 #>
 $ErrorActionPreference = 'Stop'
 
-$targets = 'cpu', 'cpu-model', 'cuda', 'tpu'
+$targets = 'cpu', 'cpu-model', 'cuda', 'cuda12', 'tpu'
 $flags = @($args)
 $target = 'cpu'
 if ($flags.Count -gt 0 -and -not "$($flags[0])".StartsWith('-')) {
@@ -21,7 +21,7 @@ if ($flags.Count -gt 0 -and -not "$($flags[0])".StartsWith('-')) {
     $flags = @($flags | Select-Object -Skip 1)
 }
 if ($targets -notcontains $target) {
-    [Console]::Error.WriteLine("run.ps1: unknown target '$target'; the targets are cpu, cpu-model, cuda and tpu")
+    [Console]::Error.WriteLine("run.ps1: unknown target '$target'; the targets are cpu, cpu-model, cuda, cuda12 and tpu")
     exit 2
 }
 $image = if ($env:IMAGE) { $env:IMAGE } else { "levserve:$target" }
@@ -63,8 +63,8 @@ foreach ($variable in (Get-ChildItem env:).Name) {
     if ($variable -like 'LEVSERVE_*' -or $variable -eq 'HF_TOKEN') { $options += '--env', $variable }
 }
 $options += '--env', 'LEVSERVE_HOST=0.0.0.0', '--env', 'LEVSERVE_PORT=8000'  # of the container, whatever is published
-if ($target -eq 'cuda' -and $engine -eq 'docker') { $options += '--gpus', 'all' }
-elseif ($target -eq 'cuda') { $options += '--device', 'nvidia.com/gpu=all' }
+if ($target -like 'cuda*' -and $engine -eq 'docker') { $options += '--gpus', 'all' }
+elseif ($target -like 'cuda*') { $options += '--device', 'nvidia.com/gpu=all' }
 elseif ($target -eq 'tpu') { $options += '--privileged' }  # which device files a TPU has depends on its generation
 
 & $engine run @options $image @flags

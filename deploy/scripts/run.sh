@@ -10,9 +10,9 @@
 set -euo pipefail
 
 case ${1:-} in
-    cpu | cpu-model | cuda | tpu) target=$1; shift ;;
+    cpu | cpu-model | cuda | cuda12 | tpu) target=$1; shift ;;
     -* | '') target=cpu ;;
-    *) echo "run.sh: unknown target '$1'; the targets are cpu, cpu-model, cuda and tpu" >&2; exit 2 ;;
+    *) echo "run.sh: unknown target '$1'; the targets are cpu, cpu-model, cuda, cuda12 and tpu" >&2; exit 2 ;;
 esac
 image=${IMAGE:-levserve:$target}
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -47,8 +47,8 @@ for variable in $(compgen -e); do
 done
 options+=(--env LEVSERVE_HOST=0.0.0.0 --env LEVSERVE_PORT=8000)  # of the container, whatever is published
 case $engine-$target in
-    docker-cuda) options+=(--gpus all) ;;
-    *-cuda) options+=(--device nvidia.com/gpu=all) ;;
+    docker-cuda | docker-cuda12) options+=(--gpus all) ;;
+    *-cuda | *-cuda12) options+=(--device nvidia.com/gpu=all) ;;
     *-tpu) options+=(--privileged) ;;  # which device files a TPU has depends on its generation
 esac
 

@@ -34,7 +34,7 @@ LOCKED = re.compile(
     r"^([a-z0-9-]+)==(\S+)(?: ; (.+?))? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n?)+)", re.MULTILINE
 )
 """Matches one package of a lock file: name, version, marker, hashes."""
-TARGETS = {"base": ("gcs", "s3", "otel"), "cuda": ("cuda13",), "tpu": ("tpu",)}
+TARGETS = {"base": ("gcs", "s3", "otel"), "cuda": ("cuda13",), "cuda12": ("cuda12",), "tpu": ("tpu",)}
 """The extras that each lock file is made for; `base` also has levserve's own requirements."""
 ENVIRONMENTS = [
     {
@@ -99,7 +99,9 @@ def test_a_lock_file_covers_what_setup_cfg_requires(target: str) -> None:
                 assert is_covered, f"{requirement} is locked at {version}: run deploy/docker/lock.sh"
 
 
-@pytest.mark.parametrize(("target", "package"), [("cuda", "jax-cuda13-plugin"), ("tpu", "libtpu")])
+@pytest.mark.parametrize(
+    ("target", "package"), [("cuda", "jax-cuda13-plugin"), ("cuda12", "jax-cuda12-plugin"), ("tpu", "libtpu")]
+)
 def test_a_targets_lock_file_adds_its_device_and_repeats_nothing(target: str, package: str) -> None:
     names = {entry.requirement.name for entry in read_lock(target)}
     assert package in names
@@ -125,7 +127,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 def test_the_dockerfile_has_the_targets_that_are_documented_and_cpu_is_the_default() -> None:
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert {"cpu", "cpu-model", "cuda", "tpu"} <= {name for _, name in stages}
+    assert {"cpu", "cpu-model", "cuda", "cuda12", "tpu"} <= {name for _, name in stages}
     assert stages[-1] == ("cpu", "default")
 
 
@@ -288,11 +290,12 @@ def test_the_script_lets_the_shells_port_win_and_mounts_models(engine: Engine) -
     ("engine_name", "options"),
     [("docker", ["--gpus", "all"]), ("podman", ["--device", "nvidia.com/gpu=all"])],
 )
-def test_the_script_gives_the_gpus_to_the_cuda_target(
+def test_the_script_gives_the_gpus_to_the_targets_for_them(
     engine: Engine, engine_name: str, options: list[str]
 ) -> None:
-    _, run = engine.run("cuda", ENGINE=engine_name)
-    assert run[0] == engine_name and run[-3:] == [*options, "levserve:cuda"]
+    for target in ("cuda", "cuda12"):
+        _, run = engine.run(target, ENGINE=engine_name)
+        assert run[0] == engine_name and run[-3:] == [*options, f"levserve:{target}"]
 
 
 def test_the_script_builds_an_image_that_is_missing(engine: Engine) -> None:

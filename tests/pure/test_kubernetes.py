@@ -138,6 +138,14 @@ def test_cloud_runs_service_starts_and_stops_in_the_time_it_has(cloud_run: Any) 
         assert container[probe]["httpGet"]["port"] == port["containerPort"]
 
 
+def test_cloud_run_gets_an_image_for_the_driver_that_it_has(cloud_run: Any) -> None:
+    """Driver 535 on its L4: jax for CUDA 13 needs 580."""
+    assert cloud_run["spec"]["template"]["spec"]["nodeSelector"] == {
+        "run.googleapis.com/accelerator": "nvidia-l4"
+    }
+    assert container_of(cloud_run)["image"].endswith(":cuda12")
+
+
 def test_cloud_build_makes_the_image_that_cloud_run_serves(cloud_run: Any) -> None:
     cloud_build = read(ROOT / "deploy" / "cloudrun" / "cloudbuild.yaml")
     names = cloud_build["substitutions"]
