@@ -109,7 +109,7 @@ def ways_of(config: ModelConfig, matrices: Matrices, num_tokens: int) -> Ways:
     rule = ExpertRule(
         config.num_experts, config.experts_per_token, Routing(), is_gated=True, activation=Activation.SILU
     )
-    plan = choose_plan(num_tokens, rule, *matrices)
+    plan = choose_plan(num_tokens, rule, *matrices, jnp.dtype(jnp.bfloat16))
     assert plan is not None
     return {
         "triton": functools.partial(mix_grouped, plan=plan),

@@ -95,6 +95,10 @@ class ExpertRule:
     """`gate_limit` and `up_offset` are as in `ModelConfig`."""
 
 
+ExpertMatrix = jax.Array | PackedMatrix
+"""Matrices [expert, out, in]; packed ones are in the bits of their checkpoint."""
+
+
 class Mixture(ExpertLayer, Protocol):
     """Experts with all that a kernel must know about them."""
 
@@ -102,9 +106,12 @@ class Mixture(ExpertLayer, Protocol):
     def rule(self) -> ExpertRule: ...
 
     @property
-    def matrices(self) -> tuple[jax.Array, jax.Array] | None:
-        """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]; None if they
-        stay in the bits of their checkpoint."""
+    def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix]:
+        """Gate above up [expert, 2 * mlp, embed], or up alone, and down [expert, embed, mlp]."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type in which they are multiplied."""
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:

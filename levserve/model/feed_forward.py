@@ -8,9 +8,10 @@ from collections.abc import Callable
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 
-from levserve.model.backend import Backend, ExpertRule
+from levserve.model.backend import Backend, ExpertMatrix, ExpertRule
 from levserve.model.config import Activation, ModelConfig
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm
@@ -112,11 +113,17 @@ class Experts(eqx.Module):
         )
 
     @property
-    def matrices(self) -> tuple[jax.Array, jax.Array] | None:
+    def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix]:
         gate_up, down = self.stacked.gate_up.weight, self.stacked.down.weight
-        if isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix):
-            return None
-        return gate_up.array, down.array
+        return (
+            gate_up if isinstance(gate_up, PackedMatrix) else gate_up.array,
+            down if isinstance(down, PackedMatrix) else down.array,
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        gate_up = self.stacked.gate_up
+        return gate_up.widened or gate_up.weight.dtype
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:

@@ -80,7 +80,7 @@ def test_experts_without_a_gate_have_their_own_activation(activation: Activation
     )
     rule = ExpertRule(4, 1, Routing(), is_gated=False, activation=activation)
     choice = choose_experts(rng.standard_normal((24, 4), np.float32), np.ones(24, bool), rule, interpret=True)
-    plan = choose_plan(24, rule, jnp.asarray(up), jnp.asarray(down))
+    plan = choose_plan(24, rule, jnp.asarray(up), jnp.asarray(down), jnp.dtype(jnp.float32))
     assert plan is not None
     got = mix_grouped(x, choice, up, down, plan=plan, interpret=True)
     chosen = np.asarray(choice.experts)[:, 0]
@@ -171,7 +171,7 @@ def plan_of(
 ) -> Plan | None:
     shapes = (rule.num_experts, 2 * mlp, embed), (rule.num_experts, embed, mlp)
     gate_up, down = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
-    return choose_plan(num_tokens, rule, gate_up, down)
+    return choose_plan(num_tokens, rule, gate_up, down, gate_up.dtype)
 
 
 @pytest.mark.parametrize(("embed", "mlp"), [(64, 48), (96, 80), (2048, 768), (4096, 14336)])

@@ -35,7 +35,7 @@ def compile_there(num_tokens: int) -> Compiled:
     def mix(
         x: jax.Array, scores: jax.Array, is_real: jax.Array, gate_up: jax.Array, down: jax.Array
     ) -> jax.Array:
-        plan = choose_plan(num_tokens, RULE, gate_up, down)
+        plan = choose_plan(num_tokens, RULE, gate_up, down, jnp.dtype(jnp.bfloat16))
         assert plan is not None
         return mix_grouped(x, choose_experts(scores, is_real, RULE), gate_up, down, plan=plan)
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from haliax import Axis
 
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.packed_plan import MAX_ROWS, PackedTiling, choose_tiling, fit
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.unpack import UINT4_OFFSET, assembly
-from levserve.model.packed import FP8, SCALE, ZERO, Code, PackedMatrix, Scheme, decode
+from levserve.model.packed import Code, Scheme, decode
+from tests.packed_matrices import random_matrix
 
 BFLOAT16, FLOAT16, UINT8 = (jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.uint8))
 SCHEMES = {
@@ -25,25 +25,6 @@ SCHEMES = {
     "q6_k": Scheme(Code.INT8, 16),
     "mxfp4": Scheme(Code.E2M1, 32, scale=UINT8),
 }
-
-
-def random_matrix(scheme: Scheme, shape: tuple[int, int]) -> PackedMatrix:
-    random = np.random.default_rng(0)
-    parts = {}
-    for end, (part_shape, dtype) in scheme.array_shapes(shape).items():
-        found = random.integers(0, 256, part_shape).astype(np.uint8)
-        if end == SCALE:
-            wide = random.uniform(0.5, 1.5, part_shape)
-            parts[end] = random.integers(120, 128, part_shape) if dtype == np.uint8 else wide
-        elif end == ZERO:
-            parts[end] = found & 15
-        elif dtype == FP8:
-            parts[end] = np.where(found & 127 == 127, found - 1, found).astype(np.uint8).view(dtype)
-        else:
-            parts[end] = found.view(dtype)
-        parts[end] = jnp.asarray(parts[end].astype(dtype))
-    axes = (Axis("rows", shape[0]), Axis("columns", shape[1]))
-    return PackedMatrix(parts[""], parts[SCALE], parts.get(ZERO), scheme, axes)
 
 
 widen = jax.jit(lambda matrix, dtype: matrix.widen(dtype).array, static_argnums=1)

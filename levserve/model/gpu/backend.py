@@ -34,7 +34,7 @@ from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_blocks import BLOCK
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
-from levserve.model.gpu.expert_plan import Plan, choose_plan
+from levserve.model.gpu.expert_plan import Plan, choose_plan, takes_packed
 from levserve.model.gpu.fp8_dot import has_dot_fp8
 from levserve.model.gpu.fp8_plan import choose_fp8_tiling
 from levserve.model.gpu.fp8_product import multiply_fp8
@@ -156,6 +156,8 @@ class GpuBackend(XlaBackend):
     def arrange(self, scheme: Scheme, shape: tuple[int, ...], widened: jnp.dtype) -> Scheme | None:
         if self.interpret or widened != jnp.bfloat16:
             return scheme
+        if len(shape) == 3:
+            return scheme if takes_packed(scheme, shape, widened) else None
         if takes(shape, scheme) and runs_here():
             return replace(scheme, in_lanes=True)
         return None if scheme.has_offsets else scheme
@@ -242,39 +244,30 @@ class GpuBackend(XlaBackend):
         return None if cut is not None and cut.rounds_inside else group
 
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
-        rule, matrices = experts.rule, experts.matrices
-        if matrices is None:
-            return super().mix_experts(x, scores, is_real, experts)
-        gate_up, down = matrices
-        plan = choose_plan(len(x), rule, gate_up, down)
+        rule, (gate_up, down), dtype = experts.rule, experts.matrices, experts.dtype
+        plan = choose_plan(len(x), rule, gate_up, down, dtype)
         if plan is None:
             return super().mix_experts(x, scores, is_real, experts)
         choice = self._choose_experts(scores, is_real, experts)
-        if are_few(choice.experts.size, rule.num_experts):
+        is_packed = isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix)
+        if not is_packed and are_few(choice.experts.size, rule.num_experts):
             known = jnp.minimum(choice.experts, rule.num_experts - 1)
             total = mix_gathered(x, choice._replace(experts=known), experts)
-        elif self._uses_mosaic(len(x), experts):
-            total = mix_blocks(x.astype(gate_up.dtype), choice, gate_up, down, gate=plan.gate)
+        elif (arrays := self._matrices_for_mosaic(experts)) and self._uses_mosaic(len(x), experts):
+            total = mix_blocks(x.astype(dtype), choice, *arrays, gate=plan.gate)
         else:
-            total = mix_grouped(
-                x.astype(gate_up.dtype),
-                choice,
-                gate_up,
-                down,
-                experts.biases,
-                plan=plan,
-                interpret=self.interpret,
-            )
+            given = x.astype(dtype), choice, gate_up, down, experts.biases
+            total = mix_grouped(*given, plan=plan, interpret=self.interpret)
         return jnp.where(is_real[:, None], total, 0.0)
 
     def add_experts(
         self, added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture
     ) -> jax.Array:
-        plan, matrices = self._plan_of_both(len(x), experts), experts.matrices
+        plan, matrices = self._plan_of_both(len(x), experts), self._matrices_for_mosaic(experts)
         if plan is None or matrices is None:
             return super().add_experts(added, x, scores, is_real, experts)
         choice = self._choose_experts(scores, is_real, experts)
-        return mix_tiles(x.astype(matrices[0].dtype), choice, *matrices, added, is_real, plan=plan)
+        return mix_tiles(x.astype(experts.dtype), choice, *matrices, added, is_real, plan=plan)
 
     def _plan_of_both(self, num_tokens: int, experts: Mixture) -> Plan | None:
         """The plan for Triton's first product if Mosaic GPU computes the second, else None."""
@@ -284,7 +277,7 @@ class GpuBackend(XlaBackend):
         is_chosen = kernels is ExpertKernels.AUTO and is_faster_below(num_tokens, experts.rule)
         if not is_chosen and kernels is not ExpertKernels.BOTH:
             return None
-        plan = choose_plan(num_tokens, experts.rule, *matrices)
+        plan = choose_plan(num_tokens, experts.rule, *matrices, experts.dtype)
         return plan if plan is not None and plan.size == 2 * BLOCK and plan.rounds else None
 
     def _uses_mosaic(self, num_tokens: int, experts: Mixture) -> bool:
@@ -296,9 +289,12 @@ class GpuBackend(XlaBackend):
 
     def _matrices_for_mosaic(self, experts: Mixture) -> tuple[jax.Array, jax.Array] | None:
         """The experts' matrices if Mosaic GPU can multiply them, else None."""
-        if self.interpret or experts.matrices is None or experts.biases is not None or not is_hopper():
+        gate_up, down = experts.matrices
+        if isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix):
             return None
-        return experts.matrices if serves(experts.rule, *experts.matrices) else None
+        if self.interpret or experts.biases is not None or not is_hopper():
+            return None
+        return (gate_up, down) if serves(experts.rule, gate_up, down) else None
 
     def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
         """The experts of each token; padding gets the number of experts in place of an expert."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 
-from levserve.model.backend import ExpertRule
+from levserve.model.backend import ExpertMatrix, ExpertRule
 from levserve.model.config import Activation
 from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.packed_plan import piece_width
+from levserve.model.packed import PackedMatrix, Scheme
 
 FEW_TOKENS = 16
 """With up to this many tokens, a tile has all of them, whatever their experts are."""
@@ -85,27 +86,90 @@ they are most of what is written and read. A layer of Qwen3-30B-A3B then differs
 5.2e-4 of the largest value, not 1.7e-4."""
 
 
-def choose_plan(num_tokens: int, rule: ExpertRule, gate_up: jax.Array, down: jax.Array) -> Plan | None:
-    """How to tile the products, or None if the kernels do not serve these experts."""
-    _, embed, mlp = down.shape
-    if embed % SMALLEST or mlp % SMALLEST or gate_up.size >= MAX_ELEMENTS:
+PACKED_FEW = Plan(
+    16, Tiling(64, 128, 4, 4, is_matrix_first=True), Tiling(64, 128, 4, 4, is_matrix_first=True)
+)
+PACKED_BY_SHARE = {
+    6: PACKED_FEW,
+    24: Plan(32, Tiling(64, 128, 4, 4, is_matrix_first=True), Tiling(64, 128, 4, 4, is_matrix_first=True)),
+    48: Plan(64, Tiling(64, 64, 4, 4, is_matrix_first=True), Tiling(128, 64, 4, 4, is_matrix_first=True)),
+    math.inf: Plan(
+        128,
+        Tiling(64, 64, 4, 3, is_matrix_first=True),
+        Tiling(128, 64, 8, 3, is_matrix_first=True),
+        halvings=1,
+    ),
+}
+"""The same where a matrix is packed. Its depth is in bytes, and it is always the first factor."""
+
+
+def shape_of(matrix: ExpertMatrix) -> tuple[int, int, int]:
+    """Experts, rows and inputs of the matrices."""
+    num_experts, num_rows, num_inputs = (
+        tuple(axis.size for axis in matrix.axes) if isinstance(matrix, PackedMatrix) else matrix.shape
+    )
+    return num_experts, num_rows, num_inputs
+
+
+def choose_plan(
+    num_tokens: int, rule: ExpertRule, gate_up: ExpertMatrix, down: ExpertMatrix, dtype: jnp.dtype
+) -> Plan | None:
+    """How to tile the products in this type, or None if the kernels do not serve these experts."""
+    is_packed = isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix)
+    plan = _find_plan(num_tokens, rule, dtype, is_packed=is_packed)
+    _, embed, mlp = shape_of(down)
+    of_gate_up = _fit(plan.gate_up, gate_up, mlp, dtype)
+    of_down = _fit(plan.down, down, embed, dtype)
+    if of_gate_up is None or of_down is None:
         return None
-    if gate_up.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or gate_up.dtype != down.dtype:
-        return None
-    share = num_tokens * rule.per_token / rule.num_experts
-    by_share = WIDE_BY_SHARE if gate_up.dtype == jnp.float32 else BY_SHARE
-    plan = next(plan for most, plan in by_share.items() if share <= most)
-    if not rule.is_gated and plan is BY_SHARE[math.inf]:
-        plan = replace(plan, gate_up=UNGATED)
-    if num_tokens <= FEW_TOKENS:
-        plan = WIDE_BY_SHARE[24] if gate_up.dtype == jnp.float32 else FEW
     return replace(
         plan,
-        gate_up=plan.gate_up.fit(mlp, embed),
-        down=plan.down.fit(embed, mlp),
-        rounds=num_tokens >= MANY_TOKENS and gate_up.dtype == jnp.bfloat16,
+        gate_up=of_gate_up,
+        down=of_down,
+        rounds=num_tokens >= MANY_TOKENS and dtype == jnp.bfloat16,
         is_gated=rule.is_gated,
         activation=rule.activation,
         gate_limit=rule.gate_limit,
         up_offset=rule.up_offset,
     )
+
+
+def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Whether the kernels multiply with packed matrices [expert, out, in] of this shape, in this type."""
+    num_columns = shape[1]
+    return all(
+        _fit_packed(plan.gate_up, scheme, shape, num_columns, dtype) is not None
+        for plan in PACKED_BY_SHARE.values()
+    )
+
+
+def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, *, is_packed: bool) -> Plan:
+    is_wide, is_few = dtype == jnp.float32, num_tokens <= FEW_TOKENS
+    if is_few:
+        return PACKED_FEW if is_packed else WIDE_BY_SHARE[24] if is_wide else FEW
+    by_share = PACKED_BY_SHARE if is_packed else WIDE_BY_SHARE if is_wide else BY_SHARE
+    share = num_tokens * rule.per_token / rule.num_experts
+    plan = next(plan for most, plan in by_share.items() if share <= most)
+    if not rule.is_gated and plan is BY_SHARE[math.inf]:
+        return replace(plan, gate_up=UNGATED)
+    return plan
+
+
+def _fit(tiling: Tiling, matrix: ExpertMatrix, num_columns: int, dtype: jnp.dtype) -> Tiling | None:
+    """The tiling for results of `num_columns` columns; None if the matrix cannot be tiled."""
+    if isinstance(matrix, PackedMatrix):
+        return _fit_packed(tiling, matrix.scheme, shape_of(matrix), num_columns, dtype)
+    fitted = tiling.fit(num_columns, matrix.shape[2])
+    is_tiled = matrix.size < MAX_ELEMENTS and min(fitted.columns, fitted.depth) >= SMALLEST
+    has_type = dtype == matrix.dtype and dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    return fitted if is_tiled and has_type else None
+
+
+def _fit_packed(
+    tiling: Tiling, scheme: Scheme, shape: tuple[int, ...], num_columns: int, dtype: jnp.dtype
+) -> Tiling | None:
+    codes, _ = scheme.array_shapes(shape)[""]
+    fitted = tiling.fit(num_columns, codes[2])
+    is_tiled = math.prod(codes) < MAX_ELEMENTS and fitted.columns >= SMALLEST
+    has_pieces = piece_width(fitted.depth, scheme, codes[2]) >= SMALLEST
+    return fitted if is_tiled and has_pieces and dtype == jnp.bfloat16 and not scheme.in_lanes else None

@@ -103,7 +103,17 @@ def _kernel(
         of_columns, of_rows = scales
         return total + product * (of_columns * of_rows[None, :])
 
-    total = sum_pieces(load_scales, add_piece, split=split, width=num_inputs, piece=piece, tiling=tiling)
+    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
+    total = sum_pieces(
+        load_scales,
+        add_piece,
+        nothing,
+        width=num_inputs,
+        piece=piece,
+        depth=tiling.depth,
+        split=split,
+        splits=tiling.splits,
+    )
     if scheme.columns is None:
         (of_rows,) = scales_of_rows(0)
         total = total * (scales_of_columns(0) * of_rows[None, :])

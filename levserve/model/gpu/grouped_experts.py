@@ -1,8 +1,9 @@
 """The experts' products as two Pallas kernels for NVIDIA GPUs: up and activation, then down and weighting.
 
 Every program of a grid takes one tile of pairs of a token and an expert (see `expert_tiles`) and some columns
-of the result. Only matrices of experts that have a pair are read. Results are kept per pair, so that the sum
-over a token's experts is always computed in the same order.
+of the result. Only matrices of experts that have a pair are read; packed ones are widened in registers (see
+`packed_columns`). Results are kept per pair, so that the sum over a token's experts is always computed in the
+same order.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from levserve.model.backend import ExpertChoice
-from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling
+from levserve.model.backend import ExpertChoice, ExpertMatrix
+from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling, shape_of
 from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
 from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.packed_columns import Blocks, PackedColumns, arrays_of
+from levserve.model.gpu.packed_plan import piece_width
 from levserve.model.gpu.paged_attention import power_of_two
+from levserve.model.gpu.split_product import sum_pieces
+from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 
 FLOAT32_PRECISION = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """Three tensor-core products that together lose almost nothing and are four to seven times as fast as one
@@ -30,8 +35,8 @@ exact product without tensor cores."""
 def mix_grouped(
     x: jax.Array,
     choice: ExpertChoice,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     biases: tuple[jax.Array, jax.Array] | None = None,
     *,
     plan: Plan,
@@ -40,13 +45,14 @@ def mix_grouped(
     """The weighted sum of each token's experts, float32 [token, embed].
 
     x [token, embed], gate_up [expert, mlp, embed], or 2 * mlp with a gate, and down [expert, embed, mlp] have
-    one type. The `biases` of both are float32 [expert, column]. A token with the number of experts in
-    place of its experts is padding; its result is undefined.
+    one type; beside a packed matrix the rest is bfloat16. The `biases` of both are float32 [expert, column].
+    A token with the number of experts in place of its experts is padding; its result is undefined.
     """
     num_tokens, per_token = choice.experts.shape
     pairs, experts = choice.experts, choice.experts.reshape(-1)
     if num_tokens > FEW_TOKENS:
-        tiles = tile_pairs(choice.experts, len(gate_up), plan.size, interpret=interpret)
+        num_experts, _, _ = shape_of(gate_up)
+        tiles = tile_pairs(choice.experts, num_experts, plan.size, interpret=interpret)
         pairs, experts = tiles.pairs, tiles.experts
     multiply = functools.partial(
         _multiply,
@@ -58,13 +64,19 @@ def mix_grouped(
         interpret=interpret,
     )
     up_bias, down_bias = biases or (None, None)
+    x = _rounded(x, gate_up)
     hidden = multiply(x, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=plan.gate)
+    hidden = _rounded(hidden, down)
     dtype = x.dtype if plan.rounds else jnp.dtype(jnp.float32)
     weights = choice.weights.reshape(-1)
     results = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
     results = results[:-1].reshape(num_tokens, per_token, -1)
     # One by one: XLA would compile a sum over an axis to a separate kernel.
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
+
+
+def _rounded(rows: jax.Array, matrix: ExpertMatrix) -> jax.Array:
+    return round_as_asked(rows, matrix.scheme) if isinstance(matrix, PackedMatrix) else rows
 
 
 def hidden_in_tiles(
@@ -92,7 +104,7 @@ def hidden_in_tiles(
 
 def _multiply(
     rows: jax.Array,
-    matrices: jax.Array,
+    matrices: ExpertMatrix,
     biases: jax.Array | None,
     *,
     weights: jax.Array | None = None,
@@ -110,14 +122,20 @@ def _multiply(
     """Without `weights`, the hidden values of each pair from its token's row; with them, the weighted
     result of each pair from its own row. Results are in the order of the pairs, with one extra row whose
     number stands for the pairs that a tile lacks; or, if `in_tiles`, in the order of the tiles."""
-    width = matrices.shape[1] // (2 if gate is not None and gate.is_gated else 1)
-    arrays = [rows, matrices, pairs, experts]
+    is_packed = isinstance(matrices, PackedMatrix)
+    shape = shape_of(matrices)
+    width = shape[1] // (2 if gate is not None and gate.is_gated else 1)
+    parts = arrays_of(matrices) if is_packed else [matrices]
+    arrays = [rows, *parts, pairs, experts]
     arrays += [array for array in (biases, weights) if array is not None]
     num_results = len(experts) * sizes[0] if in_tiles else num_tokens * per_token + 1
     out = jax.ShapeDtypeStruct((num_results, width), dtype)
     return pl.pallas_call(
         functools.partial(
             _kernel,
+            num_parts=len(parts),
+            shape=shape,
+            scheme=matrices.scheme if is_packed else None,
             num_tokens=num_tokens,
             per_token=per_token,
             sizes=sizes,
@@ -143,10 +161,10 @@ def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
 
 def _kernel(
     row_ref: jax.Ref,
-    matrix_ref: jax.Ref,
-    pair_ref: jax.Ref,
-    expert_ref: jax.Ref,
     *refs: jax.Ref,
+    num_parts: int,
+    shape: tuple[int, int, int],
+    scheme: Scheme | None,
     num_tokens: int,
     per_token: int,
     sizes: tuple[int, ...],
@@ -156,12 +174,15 @@ def _kernel(
     in_tiles: bool,
     interpret: bool,
 ) -> None:
-    bias_refs, (*weight_refs, out_ref) = refs[:has_biases], refs[has_biases:]
+    matrix_refs, (pair_ref, expert_ref, *rest) = refs[:num_parts], refs[num_parts:]
+    bias_refs, (*weight_refs, out_ref) = rest[:has_biases], rest[has_biases:]
+    num_experts, num_rows, _ = shape
     is_gated = gate is not None and gate.is_gated
     num_pairs = num_tokens * per_token
     first_column, tile = pl.program_id(0) * tiling.columns, pl.program_id(1)
     expert = expert_ref[tile]
-    is_used = expert < matrix_ref.shape[0]
+    is_used = expert < num_experts
+    starts = (first_column, first_column + num_rows // 2) if is_gated else (first_column,)
 
     def across(numbers: jax.Array) -> jax.Array:
         """One value per pair, broadcast over the columns of the result."""
@@ -174,12 +195,16 @@ def _kernel(
     def compute(pairs: jax.Array) -> None:
         known = jnp.minimum(pairs, num_pairs - 1)
         at = known if weight_refs else known // per_token
-        results = _sum_products(row_ref, matrix_ref, at, expert, first_column, tiling, is_gated, interpret)
+        if scheme is None:
+            (matrix_ref,) = matrix_refs
+            results = _sum_products(row_ref, matrix_ref, at, expert, starts, tiling, interpret)
+        else:
+            results = _sum_packed(row_ref, matrix_refs, scheme, at, expert, starts, tiling, interpret)
         columns, is_pair = first_column + jnp.arange(tiling.columns, dtype=jnp.int32), pairs < num_pairs
         if bias_refs:
             results = tuple(
                 result + along(bias_refs[0][expert, pl.ds(start, tiling.columns)])
-                for result, start in zip(results, _starts(first_column, matrix_ref, is_gated), strict=True)
+                for result, start in zip(results, starts, strict=True)
             )
         result = results[0] if gate is None else gate.apply(results)
         if weight_refs:
@@ -213,25 +238,17 @@ def _pairs_of(expert: jax.Array, pair_ref: jax.Ref, size: int) -> jax.Array:
     return jnp.where(experts == expert, token * per_token + place, num_tokens * per_token).min(1)
 
 
-def _starts(first_column: jax.Array, matrix_ref: jax.Ref, has_gate: bool) -> tuple[jax.Array, ...]:
-    """Where a program's columns begin in the matrix; with a gate, also where its columns of up begin."""
-    half = matrix_ref.shape[1] // 2
-    return (first_column, first_column + half) if has_gate else (first_column,)
-
-
 def _sum_products(
     row_ref: jax.Ref,
     matrix_ref: jax.Ref,
     at: jax.Array,
     expert: jax.Array,
-    first_column: jax.Array,
+    starts: tuple[jax.Array, ...],
     tiling: Tiling,
-    has_gate: bool,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Rows `at` times the expert's columns from the first on, in float32; with a gate, also those of up."""
+    """Rows `at` times the expert's columns from each start on, in float32."""
     depth = matrix_ref.shape[2]
-    starts = _starts(first_column, matrix_ref, has_gate)
     precision = None
     if row_ref.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST if interpret else FLOAT32_PRECISION
@@ -250,3 +267,49 @@ def _sum_products(
     shape = (tiling.columns, len(at)) if tiling.is_matrix_first else (len(at), tiling.columns)
     zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in starts)
     return lax.fori_loop(0, depth // tiling.depth, step, zeros)
+
+
+def _sum_packed(
+    row_ref: jax.Ref,
+    matrix_refs: tuple[jax.Ref, ...],
+    scheme: Scheme,
+    at: jax.Array,
+    expert: jax.Array,
+    starts: tuple[jax.Array, ...],
+    tiling: Tiling,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """The same with a packed matrix, which is always the left factor."""
+    assert tiling.is_matrix_first
+    width = matrix_refs[0].shape[2]
+    piece = piece_width(tiling.depth, scheme, width)
+    matrices = [
+        PackedColumns(
+            matrix_refs,
+            scheme,
+            start,
+            tiling.columns,
+            piece,
+            tiling.num_warps,
+            at=(expert,),
+            interpret=interpret,
+        )
+        for start in starts
+    ]
+
+    def load_rows(inputs: jax.Array) -> jax.Array:
+        return plgpu.load(row_ref.at[at[:, None], inputs[None, :]])
+
+    def load_blocks(first: jax.Array) -> tuple[Blocks, ...]:
+        return tuple(matrix.load_blocks(first) for matrix in matrices)
+
+    def add_piece(
+        first: jax.Array, blocks: tuple[Blocks, ...], totals: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        rows = [load_rows(inputs) for inputs in matrices[0].inputs_of(first)]
+        given = zip(matrices, blocks, totals, strict=True)
+        return tuple(matrix.add_piece(first, of_piece, rows, total) for matrix, of_piece, total in given)
+
+    zeros = tuple(jnp.zeros((tiling.columns, len(at)), jnp.float32) for _ in starts)
+    totals = sum_pieces(load_blocks, add_piece, zeros, width=width, piece=piece, depth=tiling.depth)
+    return tuple(matrix.finish(total) for matrix, total in zip(matrices, totals, strict=True))

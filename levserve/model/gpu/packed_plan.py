@@ -11,9 +11,6 @@ MAX_ROWS = 256
 """The most rows that the kernel multiplies; for more, XLA widens the matrix once for all of them."""
 SMALLEST = 16
 """Rows, columns and depth of the smallest product a tensor core takes."""
-WARP_GROUP = 4
-"""Warps that use Hopper's larger instructions together, for at least `GROUP_COLUMNS` columns."""
-GROUP_COLUMNS = 64
 PROGRAMS = 512
 """How many programs there should be at least: about four for each processor of an H200."""
 MAX_SPLITS = 8
@@ -31,12 +28,6 @@ class PackedTiling:
     num_stages: int
     splits: int = 1
     """Programs that share the sum of one result; a divisor of the number of steps."""
-
-    @property
-    def pack(self) -> int:
-        """Bytes that are widened together: as many as lie side by side in a thread's registers."""
-        is_group = self.num_warps >= WARP_GROUP and self.columns >= GROUP_COLUMNS
-        return 2 if is_group else 4
 
 
 BYTES_BY_ROWS = {

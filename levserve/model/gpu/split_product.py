@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from levserve.model.gpu.packed_plan import PackedTiling
 
 Loaded = TypeVar("Loaded")
+Total = TypeVar("Total")
 
 
 def add_splits(
@@ -48,37 +49,36 @@ def add_splits(
 
 def sum_pieces(
     load: Callable[[jax.Array], Loaded],
-    add: Callable[[jax.Array, Loaded, jax.Array], jax.Array],
+    add: Callable[[jax.Array, Loaded, Total], Total],
+    nothing: Total,
     *,
-    split: jax.Array,
     width: int,
     piece: int,
-    tiling: PackedTiling,
-) -> jax.Array:
-    """float32 [column, row]: the sum over this split of the `width`, a piece at a time.
+    depth: int,
+    split: jax.Array | int = 0,
+    splits: int = 1,
+) -> Total:
+    """The sum over this split of the `width`, a piece at a time and `depth` in each step, from `nothing` on.
 
     `add(first, loaded, total)` adds the piece that begins at `first`. What `load` has read for it, such as
     its scales, was read one step ahead, because Triton itself reads only the operands of products so early.
     """
-    num_steps = width // tiling.depth // tiling.splits
+    num_steps = width // depth // splits
 
     def firsts_of(index: jax.Array) -> list[jax.Array]:
-        first = (split * num_steps + index) * tiling.depth
-        return [first + number * piece for number in range(tiling.depth // piece)]
+        first = (split * num_steps + index) * depth
+        return [first + number * piece for number in range(depth // piece)]
 
     def load_step(index: jax.Array) -> tuple[Loaded, ...]:
         return tuple(map(load, firsts_of(index)))
 
-    def step(
-        index: jax.Array, carry: tuple[jax.Array, tuple[Loaded, ...]]
-    ) -> tuple[jax.Array, tuple[Loaded, ...]]:
+    def step(index: jax.Array, carry: tuple[Total, tuple[Loaded, ...]]) -> tuple[Total, tuple[Loaded, ...]]:
         total, loaded = carry
         following = load_step(jnp.minimum(index + 1, num_steps - 1))
         for first, each in zip(firsts_of(index), loaded, strict=True):
             total = add(first, each, total)
         return total, following
 
-    nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
     return lax.fori_loop(0, num_steps, step, (nothing, load_step(jnp.int32(0))))[0]
 
 

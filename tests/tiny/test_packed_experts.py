@@ -1,0 +1,155 @@
+"""Experts in their checkpoint's bits: the GPU's kernels, interpreted, give what widened matrices give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levserve.model.backend import ExpertChoice, ExpertMatrix, ExpertRule
+from levserve.model.config import Activation, Routing
+from levserve.model.gpu.backend import GpuBackend
+from levserve.model.gpu.expert_plan import Plan, Tiling, choose_plan
+from levserve.model.gpu.grouped_experts import mix_grouped
+from levserve.model.packed import Code, PackedMatrix, Scheme, round_as_asked
+from tests.packed_matrices import random_matrix
+
+BFLOAT16, FLOAT16, UINT8 = (jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.uint8))
+SCHEMES = {
+    "fp8 in blocks": Scheme(Code.FP8, 128, 128),
+    "fp8 in blocks, activations too": Scheme(Code.FP8, 128, 128, rounds_rows=True),
+    "fp8 by row": Scheme(Code.FP8),
+    "awq": Scheme(Code.UINT4, 64, has_zeros=True, scale=FLOAT16),
+    "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16),
+    "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16),
+    "q8_0": Scheme(Code.INT8, 32, scale=FLOAT16),
+    "q6_k": Scheme(Code.INT8, 16, scale=FLOAT16),
+    "mxfp4": Scheme(Code.E2M1, 32, scale=UINT8),
+}
+EXPERTS, PER_TOKEN, EMBED, MLP = 6, 2, 256, 128
+RULE = ExpertRule(
+    *(EXPERTS, PER_TOKEN, Routing()),
+    is_gated=True,
+    activation=Activation.GELU_QUICK,
+    gate_limit=7.0,
+    up_offset=1.0,
+)
+
+
+def small(scheme: Scheme, shape: tuple[int, int, int]) -> PackedMatrix:
+    """Values of about 0.05, so that hidden values are of the size of one."""
+    matrix = random_matrix(scheme, shape)
+    factor = 0.05 / float(jnp.std(widen(matrix)))
+    if matrix.scale.dtype == jnp.uint8:
+        return replace(matrix, scale=(matrix.scale + round(np.log2(factor))).astype(jnp.uint8))
+    scaled = [
+        None if array is None else (array.astype(jnp.float32) * factor).astype(array.dtype)
+        for array in (matrix.scale, matrix.offset)
+    ]
+    return replace(matrix, scale=scaled[0], offset=scaled[1])
+
+
+widen = jax.jit(lambda matrix: matrix.widen(jnp.dtype(jnp.float32)).array)
+
+
+def numbers_of(matrix: ExpertMatrix) -> np.ndarray:
+    found = widen(matrix) if isinstance(matrix, PackedMatrix) else matrix
+    return np.asarray(found).astype(np.float64)
+
+
+def as_asked(rows: np.ndarray, matrix: ExpertMatrix) -> np.ndarray:
+    rounded = jnp.asarray(rows.astype(BFLOAT16))
+    if isinstance(matrix, PackedMatrix):
+        rounded = round_as_asked(rounded, matrix.scheme)
+    return np.asarray(rounded).astype(np.float64)
+
+
+def plainly(
+    x: np.ndarray, choice: ExpertChoice, gate_up: ExpertMatrix, down: ExpertMatrix, biases: list[np.ndarray]
+) -> np.ndarray:
+    """A loop over tokens and their experts; rows are rounded where the kernels round them."""
+    of_gate_up, of_down = numbers_of(gate_up), numbers_of(down)
+    total = np.zeros(x.shape)
+    for token, (numbers, weights) in enumerate(zip(np.asarray(choice.experts), np.asarray(choice.weights))):
+        for number, weight in zip(numbers, weights):
+            if number == EXPERTS:
+                continue
+            wide = as_asked(x[token], gate_up) @ of_gate_up[number].T + biases[0][number]
+            gate, up = wide[:MLP].clip(None, 7.0), wide[MLP:].clip(-7.0, 7.0)
+            hidden = as_asked(gate / (1 + np.exp(-1.702 * gate)) * (up + 1), down)
+            total[token] += weight * (hidden @ of_down[number].T + biases[1][number])
+    return total
+
+
+def make_choice(num_tokens: int) -> ExpertChoice:
+    """Experts by chance, with a token of padding and an expert that many tokens have."""
+    rng = np.random.default_rng(num_tokens)
+    experts = np.array([rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(num_tokens)], np.int32)
+    experts[: num_tokens // 2] = [4, 1]
+    experts[-1] = EXPERTS
+    weights = rng.random(experts.shape).astype(np.float32)
+    return ExpertChoice(jnp.asarray(experts), jnp.asarray(weights))
+
+
+def check(num_tokens: int, gate_up: ExpertMatrix, down: ExpertMatrix, plan: Plan | None = None) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_tokens, EMBED)).astype(BFLOAT16)
+    biases = [rng.standard_normal((EXPERTS, size)).astype(np.float32) for size in (2 * MLP, EMBED)]
+    choice = make_choice(num_tokens)
+    plan = plan or choose_plan(num_tokens, RULE, gate_up, down, BFLOAT16)
+    assert plan is not None
+    got = mix_grouped(
+        *(jnp.asarray(x), choice, gate_up, down),
+        (jnp.asarray(biases[0]), jnp.asarray(biases[1])),
+        plan=plan,
+        interpret=True,
+    )
+    wanted = plainly(x.astype(np.float32), choice, gate_up, down, biases)[:-1]
+    # A hidden value near the middle of two bfloat16 numbers may be rounded to the other one.
+    np.testing.assert_allclose(np.asarray(got)[:-1], wanted, atol=4e-3 * np.abs(wanted).max())
+    assert np.abs(np.asarray(got)[:-1] - wanted).mean() < 2e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 40])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_experts_compute_what_their_numbers_give(name: str, num_tokens: int) -> None:
+    """With up to 16 tokens a program looks for its pairs itself; for more they are in tiles."""
+    scheme = SCHEMES[name]
+    check(num_tokens, small(scheme, (EXPERTS, 2 * MLP, EMBED)), small(scheme, (EXPERTS, EMBED, MLP)))
+
+
+def test_one_matrix_may_be_packed_and_the_other_not() -> None:
+    packed = small(SCHEMES["q4_k"], (EXPERTS, 2 * MLP, EMBED))
+    rng = np.random.default_rng(1)
+    plain = jnp.asarray((rng.standard_normal((EXPERTS, EMBED, MLP)) / 20).astype(BFLOAT16))
+    check(20, packed, plain)
+
+
+def test_half_empty_tiles_give_the_same() -> None:
+    tiling = Tiling(64, 32, 4, 2, is_matrix_first=True)
+    plan = Plan(32, tiling, tiling, halvings=1, activation=RULE.activation, gate_limit=7.0, up_offset=1.0)
+    scheme = SCHEMES["awq"]
+    check(50, *(small(scheme, shape) for shape in ((EXPERTS, 2 * MLP, EMBED), (EXPERTS, EMBED, MLP))), plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme", "is_taken"),
+    [
+        ((8, 1536, 2048), SCHEMES["q4_k"], True),
+        ((32, 5760, 2880), SCHEMES["mxfp4"], True),
+        ((128, 2816, 4096), SCHEMES["awq"], True),
+        ((8, 1536, 2048), replace(SCHEMES["awq"], in_lanes=True), False),
+        ((8, 24, 2048), SCHEMES["q4_k"], False),
+        ((8, 64, 72), SCHEMES["q8_0"], False),
+        ((8, 64, 48), SCHEMES["q4_0"], False),
+        ((256, 1 << 16, 1 << 10), SCHEMES["q8_0"], False),
+    ],
+)
+def test_experts_that_no_kernel_reads_are_widened(
+    shape: tuple[int, int, int], scheme: Scheme, is_taken: bool
+) -> None:
+    found = GpuBackend().arrange(scheme, shape, BFLOAT16)
+    assert found == (scheme if is_taken else None)
