@@ -123,7 +123,10 @@ class Experts(eqx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         gate_up = self.stacked.gate_up
-        return gate_up.widened or gate_up.weight.dtype
+        if isinstance(gate_up.weight, PackedMatrix):
+            assert gate_up.widened is not None
+            return gate_up.widened
+        return gate_up.weight.dtype
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:

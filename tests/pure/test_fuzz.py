@@ -128,7 +128,10 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
         field.name: likely[field.name] if field.name in likely else values(field.type)
         for field in kind.fields
     }
-    needed = {field.name: fields[field.name] for field in kind.fields if field.required}
+    # `input` of /v1/responses may be left out beside a conversation, which no body here names.
+    needed = {
+        field.name: fields[field.name] for field in kind.fields if field.required or field.name == "input"
+    }
     others = st.lists(
         st.sampled_from(sorted(fields.keys() - needed.keys())), unique=True, max_size=6
     ).flatmap(lambda names: st.fixed_dictionaries({name: fields[name] for name in names}))

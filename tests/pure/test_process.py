@@ -22,12 +22,16 @@ AT_ONCE_SECONDS = 20
 """Enough on a machine of any speed, but less than a drain's time."""
 
 
-def test_an_interrupt_while_the_command_is_being_imported_ends_it_without_a_traceback() -> None:
-    def heed_interrupts() -> None:  # a test run in the background has them ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+HEED_INTERRUPTS = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has them ignored
+runpy.run_module("levserve", run_name="__main__")
+"""
 
-    command = [sys.executable, "-X", "importtime", "-m", "levserve"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as process:
+
+def test_an_interrupt_while_the_command_is_being_imported_ends_it_without_a_traceback() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", HEED_INTERRUPTS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         told = ""
         while "levserve.errors" not in told:  # one of the first modules that the command needs

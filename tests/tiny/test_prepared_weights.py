@@ -57,6 +57,7 @@ FOR_SERVING = (
     "model/traits.py",
     "model/xla.py",
     "observe/control_group.py",
+    "settings/credentials.py",
     "settings/settings.py",
 )
 """Sources that reading and quantizing import and that decide no number of theirs."""

@@ -101,6 +101,8 @@ PACKED_BY_SHARE = {
     ),
 }
 """The same where a matrix is packed. Its depth is in bytes, and it is always the first factor."""
+MAX_PIECES = 2
+"""Pieces of a packed matrix that are multiplied in one step: with more, a kernel takes minutes to compile."""
 
 
 def shape_of(matrix: ExpertMatrix) -> tuple[int, int, int]:
@@ -170,6 +172,7 @@ def _fit_packed(
 ) -> Tiling | None:
     codes, _ = scheme.array_shapes(shape)[""]
     fitted = tiling.fit(num_columns, codes[2])
-    is_tiled = math.prod(codes) < MAX_ELEMENTS and fitted.columns >= SMALLEST
-    has_pieces = piece_width(fitted.depth, scheme, codes[2]) >= SMALLEST
-    return fitted if is_tiled and has_pieces and dtype == jnp.bfloat16 and not scheme.in_lanes else None
+    piece = piece_width(fitted.depth, scheme, codes[2])
+    fitted = replace(fitted, depth=min(fitted.depth, MAX_PIECES * piece))
+    is_tiled = math.prod(codes) < MAX_ELEMENTS and min(fitted.columns, piece) >= SMALLEST
+    return fitted if is_tiled and dtype == jnp.bfloat16 and not scheme.in_lanes else None

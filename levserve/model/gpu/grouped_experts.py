@@ -122,10 +122,16 @@ def _multiply(
     """Without `weights`, the hidden values of each pair from its token's row; with them, the weighted
     result of each pair from its own row. Results are in the order of the pairs, with one extra row whose
     number stands for the pairs that a tile lacks; or, if `in_tiles`, in the order of the tiles."""
-    is_packed = isinstance(matrices, PackedMatrix)
     shape = shape_of(matrices)
     width = shape[1] // (2 if gate is not None and gate.is_gated else 1)
-    parts = arrays_of(matrices) if is_packed else [matrices]
+    scheme = None
+    if isinstance(matrices, PackedMatrix):
+        scheme, parts = matrices.scheme, arrays_of(matrices)
+        if scheme.has_offsets:
+            piece = piece_width(tiling.depth, scheme, matrices.codes.shape[2])
+            parts.append(rows.reshape(len(rows), -1, piece).sum(-1, dtype=jnp.float32))
+    else:
+        parts = [matrices]
     arrays = [rows, *parts, pairs, experts]
     arrays += [array for array in (biases, weights) if array is not None]
     num_results = len(experts) * sizes[0] if in_tiles else num_tokens * per_token + 1
@@ -135,7 +141,7 @@ def _multiply(
             _kernel,
             num_parts=len(parts),
             shape=shape,
-            scheme=matrices.scheme if is_packed else None,
+            scheme=scheme,
             num_tokens=num_tokens,
             per_token=per_token,
             sizes=sizes,
@@ -279,10 +285,12 @@ def _sum_packed(
     tiling: Tiling,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """The same with a packed matrix, which is always the left factor."""
+    """The same with a packed matrix, which is always the left factor. If it has offsets, the last reference
+    is to the sums of the rows, [row, piece]."""
     assert tiling.is_matrix_first
     width = matrix_refs[0].shape[2]
     piece = piece_width(tiling.depth, scheme, width)
+    matrix_refs, sum_refs = (matrix_refs[:-1], matrix_refs[-1:]) if scheme.has_offsets else (matrix_refs, ())
     matrices = [
         PackedColumns(
             matrix_refs,
@@ -307,8 +315,12 @@ def _sum_packed(
         first: jax.Array, blocks: tuple[Blocks, ...], totals: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         rows = [load_rows(inputs) for inputs in matrices[0].inputs_of(first)]
+        starts = matrices[0].starts_of(first)
+        sums = [plgpu.load(ref.at[at, start // piece]) for ref in sum_refs for start in starts]
         given = zip(matrices, blocks, totals, strict=True)
-        return tuple(matrix.add_piece(first, of_piece, rows, total) for matrix, of_piece, total in given)
+        return tuple(
+            matrix.add_piece(first, of_piece, rows, total, sums) for matrix, of_piece, total in given
+        )
 
     zeros = tuple(jnp.zeros((tiling.columns, len(at)), jnp.float32) for _ in starts)
     totals = sum_pieces(load_blocks, add_piece, zeros, width=width, piece=piece, depth=tiling.depth)

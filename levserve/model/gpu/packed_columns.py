@@ -67,13 +67,15 @@ class PackedColumns:
     def inputs_of(self, first: jax.Array) -> list[jax.Array]:
         """The inputs of the piece that begins at this byte: of nibbles, those of the first values and of the
         second."""
-        starts = (0, self.width) if self.scheme.code.is_nibble else (0,)
-        return [first + start + jnp.arange(self.piece, dtype=jnp.int32) for start in starts]
+        return [start + jnp.arange(self.piece, dtype=jnp.int32) for start in self.starts_of(first)]
+
+    def starts_of(self, first: jax.Array) -> list[jax.Array]:
+        """The first of each of these."""
+        return [first, first + self.width] if self.scheme.code.is_nibble else [first]
 
     def load_blocks(self, first: jax.Array) -> Blocks:
         scheme = self.scheme
-        starts = (0, self.width) if scheme.code.is_nibble else (0,)
-        inputs = [first + start for start in starts]
+        inputs = self.starts_of(first)
         _, scale_ref, *others = self.refs
         zero_refs, offset_refs = others[: scheme.has_zeros], others[scheme.has_zeros :]
         return Blocks(
@@ -88,9 +90,11 @@ class PackedColumns:
         blocks: Blocks,
         others: Sequence[jax.Array],
         total: jax.Array,
+        sums: Sequence[jax.Array] = (),
     ) -> jax.Array:
         """`total` [column, row] plus the product of the piece that begins at this byte; `others` are the rows
-        [row, input] of the other factor for `inputs_of` the piece."""
+        [row, input] of the other factor for `inputs_of` the piece, and `sums` [row], for offsets, their sums.
+        """
         columns = pl.ds(self.first, self.count)
         codes = self.refs[0][(*self.at, columns, pl.ds(first, self.piece))]
         zeros = self._zeros_of(blocks.zeros)
@@ -104,7 +108,7 @@ class PackedColumns:
                 product = product * _across(decode_scale(blocks.scales[number]))
             if blocks.offsets:
                 offset = _across(decode_scale(blocks.offsets[number]))
-                product = product + offset * rows.astype(jnp.float32).sum(1)[None, :]
+                product = product + offset * sums[number][None, :]
             total = total + product
         return total
 
