@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from levserve.batch.line import InputLine
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, cause_of
 from levserve.weights.store import Store, as_startup_error, is_address
 
 BLOCK_BYTES = 1 << 20
@@ -29,13 +32,12 @@ class Source:
 
     def _measure(self) -> int:
         if self._store is None:
-            try:
-                with open(self._place, "rb") as file:  # a pipe has no size, and cannot be read again
-                    if not Path(self._place).is_file():
-                        raise ConfigError(f"cannot read {self._place}: it is not a file")
-                    return file.seek(0, 2)
-            except OSError as error:
-                raise ConfigError(f"cannot read {self._place}: {error.strerror}") from None
+            with _telling_failures(self._place):
+                mode = os.stat(self._place).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails with the reason
+                    raise ConfigError(f"cannot read {self._place}: it is not a regular file")
+                with open(self._place, "rb") as file:
+                    return file.seek(0, os.SEEK_END)
         self._file = self._store.describe("")
         if self._file is None:
             raise ConfigError(f"cannot read {self._place}: there is no such file")
@@ -43,7 +45,7 @@ class Source:
 
     def _blocks(self) -> Iterator[bytes]:
         if self._store is None:
-            with open(self._place, "rb") as file:
+            with _telling_failures(self._place), open(self._place, "rb") as file:
                 while block := file.read(BLOCK_BYTES):
                     yield block
             return
@@ -52,6 +54,14 @@ class Source:
             with as_startup_error(str(self._place)):
                 block = self._store.read_range(self._file, *self._file.block(index))
             yield block
+
+
+@contextmanager
+def _telling_failures(place: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot read {place}: {cause_of(error)}") from None
 
 
 def split_lines(blocks: Iterable[bytes], max_bytes: int) -> Iterator[InputLine]:
