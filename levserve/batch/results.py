@@ -1,18 +1,19 @@
 """A file of results that grows line by line, and outlives the process that writes it.
 
-Its content tells which requests are done. A killed process may leave half a line at the end; the next process
-cuts it off and computes that request again.
+Its content tells which requests are done. A killed process may leave half a result at the end; the next
+process cuts it off and computes that request again. A file that has anything else is left as it is.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import stat
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +24,9 @@ from levserve.errors import ConfigError
 
 SYNC_BYTES = 8 << 20
 """About this much may have to be computed again if the machine itself fails."""
+FIRST_FIELD = b'{"id":"batch_req_'
+HALF_RESULT = re.compile(FIRST_FIELD + rb'[0-9a-f]{0,12}(_[0-9a-f]{0,8}(".*)?)?', re.DOTALL)
+"""The beginning of a result, cut off after its first field has begun."""
 
 
 class WrittenResponse(Struct, frozen=True):
@@ -41,18 +45,25 @@ class BeingWritten(ConfigError):
 
 
 class ResultFile:
-    """Open for writing by one process at a time. Belongs to one thread. Raises `ConfigError`, `OSError`."""
+    """Open for writing by one process at a time. Belongs to one thread. Raises `ConfigError`, `OSError`.
 
-    def __init__(self, path: Path, done: DoneLines) -> None:
+    What it `overwrites` stays until the first result is written.
+    """
+
+    def __init__(self, path: Path, done: DoneLines, *, overwrites: bool = False) -> None:
         self.path = path
         self.statuses: Counter[int] = Counter()
         """The number of results of each status, earlier ones included; 0 is for requests that did not run."""
         self._num_unsynced = 0
+        self._has_old = overwrites
+        _require_regular(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._file: BinaryIO = open(descriptor, "r+b")  # noqa: SIM115  (`close` closes it)
+        # Without a buffer: what a full disk did not take must not be written again when the file is closed.
+        self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115  (`close` closes it)
         try:
             _lock(self._file, path)
-            self._read(done)
+            if not overwrites:
+                self._read(done)
         except BaseException:
             self._file.close()
             raise
@@ -70,9 +81,9 @@ class ResultFile:
         return self.num_results - self.statuses[200]
 
     def write(self, result: ResultLine) -> None:
+        self._remove_old()
         data = result.encode()
-        self._file.write(data)
-        self._file.flush()  # a result that was reported must survive a kill
+        self._append(data)
         self.statuses[result.response.status_code if result.response is not None else 0] += 1
         self._num_unsynced += len(data)
         if self._num_unsynced > SYNC_BYTES:
@@ -82,9 +93,17 @@ class ResultFile:
         os.fsync(self._file.fileno())
         self._num_unsynced = 0
 
+    def finish(self) -> None:
+        """Called when every line has its result."""
+        self._remove_old()
+        self.close()
+
     def close(self) -> None:
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self.sync()
+        finally:
             self._file.close()
 
     def __enter__(self) -> ResultFile:
@@ -93,19 +112,36 @@ class ResultFile:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _remove_old(self) -> None:
+        if self._has_old:
+            self._file.truncate(0)
+            self._has_old = False
+
+    def _append(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # a disk that is almost full takes a part
+            left = left[self._file.write(left) :]
+
     def _read(self, done: DoneLines) -> None:
         end = 0
-        for line in _whole_lines(self._file):
-            try:
-                written = msgspec.json.decode(line, type=WrittenLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                raise self._not_ours() from None
-            if not done.add(written.id):
-                raise self._not_ours()
-            self.statuses[written.response.status_code if written.response is not None else 0] += 1
-            end += len(line)
+        with open(self._file.fileno(), "rb", closefd=False) as reader:
+            for line in reader:
+                if line.endswith(b"\n"):
+                    self._count(line, done)
+                    end += len(line)
+                elif not _is_half_result(line):
+                    raise self._not_ours()
         self._file.seek(end)
         self._file.truncate()
+
+    def _count(self, line: bytes, done: DoneLines) -> None:
+        try:
+            written = msgspec.json.decode(line, type=WrittenLine)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise self._not_ours() from None
+        if not done.add(written.id):
+            raise self._not_ours()
+        self.statuses[written.response.status_code if written.response is not None else 0] += 1
 
     def _not_ours(self) -> ConfigError:
         return ConfigError(f"{self.path} exists and is not the beginning of this batch's results")
@@ -118,7 +154,15 @@ def remove_results(path: Path) -> None:
         path.unlink()
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _require_regular(path: Path) -> None:
+    """Refuses pipes and devices, which keep no results that a later process could read."""
+    with suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails with the reason
+            raise ConfigError(f"cannot write {path}: it is not a regular file")
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
     """Until the file is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,8 +170,5 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise BeingWritten(f"another process is writing {path}") from None
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines that end with a line break."""
-    for line in file:
-        if line.endswith(b"\n"):
-            yield line
+def _is_half_result(line: bytes) -> bool:
+    return FIRST_FIELD.startswith(line) or HALF_RESULT.fullmatch(line) is not None

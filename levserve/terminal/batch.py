@@ -53,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
         "--model", metavar="NAME", help="Model to use, given as for levserve. [default: the bundled model]"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="Start over and replace any existing results."
+        "--overwrite",
+        action="store_true",
+        help="Start over; the first new result replaces any existing results.",
     )
     parser.add_argument(
         "--window",
@@ -72,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.window < 1:
         raise ConfigError("--window must be at least 1")
+    if "-" in (options.input, options.output):
+        raise ConfigError("'-' is no file: a batch needs an input and an output that can be read again")
     if options.input == options.output or _are_one_file(options.input, options.output):
         raise ConfigError("the input and the output are the same file")
     settings = make_settings(settings_of(options))
@@ -103,14 +107,11 @@ def run(source: Source, output: Output, opened: OpenedDevice, tally: Tally, wind
     try:
         with closing(runner.run(lines)) as results:
             for result in results:
-                output.results.write(result.result)
-                output.checkpoint()
+                output.write(result.result)
                 tally.add(result)
                 reports.show(tally)
     except Interrupted as error:
         raise StartupError("the device failed; run the same command again to continue") from error
-    except OSError as error:
-        raise StartupError(f"cannot write {output.results.path}: {error.strerror}") from error
     finally:
         reports.end()
 

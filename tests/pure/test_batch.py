@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,16 +18,17 @@ from hypothesis import strategies as st
 from levserve.api.admission_queue import AdmissionQueue
 from levserve.batch.done import DoneLines
 from levserve.batch.endpoints import ENDPOINTS, Limits
-from levserve.batch.line import InputLine, result_id
+from levserve.batch.line import InputLine, make_result, result_id
 from levserve.batch.ordering import ReadyLine, order_lines
-from levserve.batch.output import Output
+from levserve.batch.output import Output, open_output
 from levserve.batch.results import ResultFile
 from levserve.batch.runner import Interrupted, LineResult, Runner
 from levserve.batch.seen import SeenIds
 from levserve.batch.source import Source, split_lines
 from levserve.batch.tally import Tally, show_seconds
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
+from levserve.terminal.commands import run_command
 from tests.fake_app import App, serving
 from tests.waiting import wait_until
 
@@ -279,13 +282,16 @@ class TestResume:
             count = 0
             with closing(make_runner(app).run(order_lines(lines, MAX_BODY))) as results:
                 for result in results:
-                    output.results.write(result.result)
+                    output.write(result.result)
                     count += 1
                     if count == most:
                         break
         return count
 
-    @pytest.mark.parametrize("torn", [b"", b'{"id": "batch_req_', b'{"id":"batch_req_28_00000000","resp'])
+    @pytest.mark.parametrize(
+        "torn",
+        [b"", b"{", b'{"id":"batch_req_', b'{"id":"batch_req_28_0', b'{"id":"batch_req_28_00000000","custom'],
+    )
     def test_nothing_is_lost_and_nothing_is_done_twice(
         self, own_app: App, tmp_path: Path, torn: bytes
     ) -> None:
@@ -308,27 +314,82 @@ class TestResume:
         with pytest.raises(ConfigError, match="has changed"):
             self.go_on(app, source, target)
 
-    @pytest.mark.parametrize("content", [b"text\n", b"{}\n", b'{"id": "x", "response": null}\n'])
-    def test_a_file_that_is_no_output_is_left_alone(self, tmp_path: Path, content: bytes) -> None:
-        target = tmp_path / "out.jsonl"
-        target.write_bytes(content)
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"text\n",
+            b"{}\n",
+            b'{"id": "x", "response": null}\n',
+            b"text",
+            b"{}",
+            b'{"id":"batch_req_wnaDys","custom_id":"1"}',
+        ],
+    )
+    @pytest.mark.parametrize("num_before", [0, 3])
+    def test_a_file_that_is_no_output_is_left_alone(
+        self, app: App, tmp_path: Path, content: bytes, num_before: int
+    ) -> None:
+        source, target = self.write_input(tmp_path), tmp_path / "out.jsonl"
+        if num_before:
+            self.go_on(app, source, target, num_before)
+        before = (target.read_bytes() if num_before else b"") + content
+        target.write_bytes(before)
         with pytest.raises(ConfigError, match="is not the beginning"):
             Output(target)
-        assert target.read_bytes() == content
-        with Output(target, overwrites=True) as output:
-            assert output.results.num_results == 0
+        assert target.read_bytes() == before
 
     def test_two_processes_do_not_write_one_file(self, tmp_path: Path) -> None:
         with Output(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another process"):
             ResultFile(tmp_path / "out.jsonl", DoneLines())
 
+    def test_old_results_stay_until_the_first_new_one_is_written(self, app: App, tmp_path: Path) -> None:
+        source, target = self.write_input(tmp_path), tmp_path / "out.jsonl"
+        target.write_bytes(b"old")
+        with Output(target, overwrites=True) as output:
+            assert output.results.num_results == 0
+        assert target.read_bytes() == b"old"
+        with Output(target, overwrites=True) as output:
+            for line in Source(source).lines(MAX_BODY):
+                output.write(make_result(line, "new", 200, b"{}"))
+                break
+        assert self.go_on(app, source, target) == 39
+        target.write_bytes(b"old")
+        with Output(target, overwrites=True) as output:
+            output.finish()  # the input has no requests
+        assert target.read_bytes() == b""
+
+    def test_a_disk_that_is_full_is_one_line_and_the_batch_goes_on_later(
+        self, app: App, tmp_path: Path
+    ) -> None:
+        source, target = self.write_input(tmp_path), tmp_path / "out.jsonl"
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with pytest.raises(StartupError, match="cannot write .*/out.jsonl: File too large"):
+                self.go_on(app, source, target)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        num_before = target.read_bytes().count(b"\n")
+        assert num_before > 0
+        assert self.go_on(app, source, target) == 40 - num_before
+
     def test_a_place_that_cannot_be_written_is_one_line(self, tmp_path: Path) -> None:
-        for place in (tmp_path, tmp_path / "missing" / "out.jsonl"):
-            with pytest.raises(ConfigError, match="cannot write"):
-                Output(place)
-        for place in (tmp_path, tmp_path / "missing", "/dev/null"):
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        for overwrites in (False, True):
+            for place in (tmp_path, tmp_path / "missing" / "out.jsonl", pipe, "/dev/full", "/dev/null"):
+                with pytest.raises(ConfigError, match="cannot write"):
+                    open_output(f"{place}", tmp_path, overwrites=overwrites)
+        for place in (tmp_path, tmp_path / "missing", pipe, "/dev/null"):
             with pytest.raises(ConfigError, match="cannot read"):
                 Source(place)
+
+    @pytest.mark.parametrize("places", [["-", "out.jsonl"], ["in.jsonl", "-"]])
+    def test_standard_input_and_output_are_refused(
+        self, places: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run_command("batch", places) == 2
+        assert "'-' is no file" in capsys.readouterr().err
 
 
 @given(st.sets(st.integers(1, 3000)))

@@ -38,8 +38,7 @@ def answer(output: Output, source: Source, most: int) -> int:
     count = 0
     for line in source.lines(MAX_BODY):
         if count < most and not output.done.has(line):
-            output.results.write(make_result(line, "x", 200, b"{}"))
-            output.checkpoint()
+            output.write(make_result(line, "x", 200, b"{}"))
             count += 1
     return count
 
@@ -90,6 +89,25 @@ def test_a_batch_goes_on_at_another_machine_from_the_parts_in_the_store(
     assert not files.find(f"{place.partition('://')[2]}.parts")
     with open_output(place, tmp_path / "one", overwrites=True) as output:
         assert output.results.num_results == 0
+
+
+def test_old_results_in_a_store_stay_until_the_first_new_one(bucket: tuple[str, Any], tmp_path: Path) -> None:
+    address, _ = bucket
+    place = f"{address}/{tmp_path.name}/out.jsonl"
+    source = Source(f"{address}/in.jsonl")
+    with open_output(place, tmp_path) as output:
+        answer(output, source, 1000)
+        output.finish()
+    with open_output(place, tmp_path, overwrites=True):
+        pass  # killed before it had a result
+    with open_output(place, tmp_path) as output:
+        assert output.results.num_results == NUM_LINES + 1
+    with open_output(place, tmp_path, overwrites=True) as output:
+        answer(output, source, 3)
+    with open_output(place, tmp_path) as output:
+        assert output.results.num_results == 3
+    with open_output(place, tmp_path / "another machine") as output:
+        assert 1 <= output.results.num_results <= 3
 
 
 def test_what_is_not_there_or_cannot_be_written_is_one_line(bucket: tuple[str, Any], tmp_path: Path) -> None:

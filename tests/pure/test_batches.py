@@ -339,7 +339,7 @@ def test_a_server_that_is_started_again_goes_on_and_does_nothing_twice(tmp_path:
         wait_until(lambda: read(app, batch["id"])["request_counts"]["completed"] == 5)
         waiting = create(app, make_file(3))
     with (tmp_path / "files" / f"file-{batch['id'].removeprefix('batch_')}o").open("ab") as file:
-        file.write(b'{"id": "batch_req_1')  # half a line, as a kill leaves it
+        file.write(b'{"id":"batch_req_1')  # half a line, as a kill leaves it
     with serving(state_dir=str(tmp_path), obeys=False) as app:
         ended = wait_ended(app, batch["id"])
         assert ended["status"] == "completed" and ended["created_at"] == batch["created_at"]
