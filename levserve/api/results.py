@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from levserve.generation import Delta
 from levserve.schedule.request import TokenLogprob
-from levserve.text.parts import join_calls, join_content, join_thoughts
+from levserve.text.parts import CallArguments, CallStart, Part, join_calls, join_content, join_thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one choice gained: a piece of text, and on its last piece why it ended."""
+    """What one choice gained: a piece of text, and on its last piece why it ended and the calls of tools."""
 
     text: str
     tokens: tuple[int, ...] = ()
@@ -88,6 +90,8 @@ class Piece:
     index: int = 0
     """The number of the choice, where `n` is above 1."""
     thoughts: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """All calls of the choice, whole; on its last piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,26 @@ def make_choice(delta: Delta) -> Choice:
         delta.logprobs,
         delta.finish.value,
         join_thoughts(parts),
-        tuple(ToolCall(start.id, start.name, arguments) for start, arguments in join_calls(parts)),
+        _make_calls(parts),
     )
 
 
-def make_piece(index: int, delta: Delta) -> Piece:
-    finish = None if delta.finish is None else delta.finish.value
-    text, thoughts = join_content(delta.shown), join_thoughts(delta.shown)
-    return Piece(text, delta.tokens, delta.logprobs, finish, index, thoughts)
+class PieceMaker:
+    """Makes the pieces of one stream, and keeps the calls of each choice until it ends. For one thread."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[int, list[Part]] = defaultdict(list)
+
+    def make(self, index: int, delta: Delta) -> Piece:
+        shown = delta.shown
+        parts = self._parts[index]
+        parts += (part for part in shown if isinstance(part, (CallStart, CallArguments)))
+        text, thoughts = join_content(shown), join_thoughts(shown)
+        if delta.finish is None:
+            return Piece(text, delta.tokens, delta.logprobs, None, index, thoughts)
+        finish = delta.finish.value
+        return Piece(text, delta.tokens, delta.logprobs, finish, index, thoughts, _make_calls(parts))
+
+
+def _make_calls(parts: Sequence[Part]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(start.id, start.name, arguments) for start, arguments in join_calls(parts))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from levserve.api.results import Piece, make_piece
+from levserve.api.results import Piece, PieceMaker
 from levserve.api.work import Job, Runtime, Work
 
 Item = Piece | Exception | None
@@ -71,6 +71,7 @@ async def stream_async(runtime: Runtime, make: Callable[[], Job[Any]], executor:
 
 
 def start_streaming(runtime: Runtime, job: Job[Any], put: Callable[[Item], None]) -> Work:
-    work = Work(runtime, job, lambda index, delta: put(make_piece(index, delta)), put)
+    maker = PieceMaker()
+    work = Work(runtime, job, lambda index, delta: put(maker.make(index, delta)), put)
     work.start()
     return work

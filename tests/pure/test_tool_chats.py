@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from levserve.api.model import Model
 from levserve.models.registry import Registry
 from levserve.request.decode import decode
 from levserve.request.schema import ChatBody
-from levserve.settings.settings import TOOL_FORMATS
+from levserve.settings.settings import TOOL_FORMATS, Settings
 from levserve.text.tools.families import BY_NAME
 from tests.fake_app import App, serving
 from tests.fake_device import Parrot, load_byte_tokenizer
@@ -99,6 +100,23 @@ def test_a_stream_joins_to_the_whole_answer(
     expected = {"content": content, "calls": calls, "finish": "tool_calls" if calls else "stop"}
     assert flat(answer(app, body(says))) == expected
     assert joined(app, body(says)) == expected
+
+
+def test_a_stream_of_the_python_api_has_the_calls_on_the_last_piece_of_each_choice() -> None:
+    messages = [{"role": "user", "content": f"I look.\n{F}\n{G}"}]
+    with serving(make_device=make_parrot(TEMPLATE)) as app, Model(app.registry, Settings()) as model:
+        whole = model.chat(messages, tools=TOOLS, n=2, seed=1)
+        pieces = list(model.stream_chat(messages, tools=TOOLS, n=2, seed=1))
+    last = [piece for piece in pieces if piece.finish_reason is not None]
+    assert sorted(piece.index for piece in last) == [0, 1]
+    for piece in last:
+        calls = whole.choices[piece.index].tool_calls
+        assert [(call.name, call.arguments) for call in piece.tool_calls] == [
+            (call.name, call.arguments) for call in calls
+        ]
+        assert [call.name for call in calls] == ["f", "g"]
+    assert "".join(piece.text for piece in pieces if not piece.index) == "I look."
+    assert all(not piece.tool_calls for piece in pieces if piece.finish_reason is None)
 
 
 def test_content_is_null_beside_calls_without_text_and_ids_differ(app: App) -> None:
