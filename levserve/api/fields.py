@@ -9,8 +9,11 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from levserve.api.items import BYTES
 from levserve.errors import BadRequest
-from levserve.request.decode import Body, decode
+from levserve.request.decode import Body, decode, require_choice
+from levserve.request.pooling import POOLINGS
+from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
 
 NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user", "return_token_ids"}
 """Fields of a body that are not keyword arguments: the call itself implies them, or always does them."""
@@ -81,6 +84,30 @@ class ChatFields(Fields, total=False):
     thinking_token_budget: int
 
 
+class ScoreFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `score`, checked."""
+
+    truncate_prompt_tokens: PromptLimit | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        check_prompt_limit(self.truncate_prompt_tokens)
+
+
+class EmbedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `embed`, checked."""
+
+    pooling: str | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None:
+            require_choice(self.pooling, POOLINGS, "pooling")
+
+
 def make_body(kind: type[Body], own: Mapping[str, object], given: Mapping[str, object]) -> Body:
     """The body that a client would have sent, read as the server reads it.
 
@@ -92,13 +119,35 @@ def make_body(kind: type[Body], own: Mapping[str, object], given: Mapping[str, o
             similar = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise TypeError(f"unknown keyword argument {name!r}{hint}")
-        if isinstance(value, float) and not math.isfinite(value):  # JSON would have null, the default
+        plain = value.tolist() if hasattr(value, "dtype") else value  # type: ignore[attr-defined]
+        if isinstance(plain, float) and not math.isfinite(plain):  # JSON would have null, the default
             raise BadRequest(f"Invalid value for '{name}': expected a finite number.", param=name)
+    fields = {**own, **given}
     try:
-        data = msgspec.json.encode({**own, **given}, enc_hook=_plain)
+        for name, value in fields.items():
+            _refuse_bytes(value, name)
+        data = msgspec.json.encode(fields, enc_hook=_plain)
+    except RecursionError:
+        raise BadRequest("The request is nested too deeply.") from None
     except (TypeError, UnicodeEncodeError) as error:
         raise BadRequest(f"The request cannot be read: {error}.") from None
     return decode(data, kind)
+
+
+def _refuse_bytes(value: object, path: str) -> None:
+    """JSON would have them in base64, as a text."""
+    if isinstance(value, BYTES):
+        raise BadRequest(
+            f"Invalid type for '{path}': {type(value).__name__} is not accepted; decode it to a text.",
+            param=path,
+            code="invalid_type",
+        )
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _refuse_bytes(item, f"{path}.{name}")
+    elif isinstance(value, (list, tuple)) and not set(map(type, value)) <= {int, float, str}:
+        for index, item in enumerate(value):
+            _refuse_bytes(item, f"{path}[{index}]")
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from levserve.api.fields import EmbedFields, ScoreFields
 from levserve.api.results import Result, Score, Usage, make_choice
 from levserve.api.work import Job
 from levserve.engine.served_model import ServedModel
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-Tokens = Sequence[int]
+Pair = tuple[str | list[int], str | list[int]]
+"""A prompt and its continuation."""
 
 
 class Jobs:
@@ -62,25 +64,20 @@ class Jobs:
 
         return Job(requests, choices, count_reserved(requests, allowed, self._model), finish, told)
 
-    def score(
-        self,
-        prompt: str | Tokens,
-        continuation: str | Tokens,
-        truncate: int | None,
-        priority: int,
-        timeout: float | None = None,
-    ) -> Job[Score]:
-        truncation = Truncation(truncate, self._policy.truncates_prompts)
-        (pair,) = make_pairs([prompt], [continuation], self._model, truncation)
+    def score(self, given: Pair, fields: ScoreFields, number: int = 0) -> Job[Score]:
+        """The job for pair `number` of a list."""
+        prompt, continuation = given
+        truncation = Truncation(fields.truncate_prompt_tokens, self._policy.truncates_prompts)
+        (pair,) = make_pairs([prompt], [continuation], self._model, truncation, first=number)
         scored = tuple(pair.tokens[pair.num_context :])
         request = GenerationRequest(
             self._name(),
             tuple(pair.tokens),
             0,
             Sampling(num_logprobs=1),
-            deadline=self._deadline(timeout),
+            deadline=self._deadline(fields.timeout),
             score_from=pair.num_context,
-            priority=priority,
+            priority=fields.priority or 0,
         )
         choice = Choice(self._model.tokenizer.detokenizer(), StopStrings(()))
 
@@ -92,17 +89,9 @@ class Jobs:
 
         return Job([request], [choice], len(pair.tokens), finish)
 
-    def embed(
-        self,
-        text: str | Tokens,
-        pooling: str,
-        *,
-        add_special_tokens: bool,
-        priority: int,
-        timeout: float | None = None,
-    ) -> Job[npt.NDArray[np.float32]]:
-        given = text if isinstance(text, str) else list(text)
-        tokens = encode_text(given, self._model, "texts", add_special_tokens=add_special_tokens)
+    def embed(self, text: str | list[int], fields: EmbedFields) -> Job[npt.NDArray[np.float32]]:
+        adds_special = fields.add_special_tokens is not False
+        tokens = encode_text(text, self._model, "texts", add_special_tokens=adds_special)
         if not tokens:
             raise BadRequest("A text has no tokens.", param="texts")
         if len(tokens) > self._model.max_seq_len:
@@ -111,14 +100,14 @@ class Jobs:
             self._name(),
             tuple(tokens),
             0,
-            deadline=self._deadline(timeout),
+            deadline=self._deadline(fields.timeout),
             wants_hidden=True,
-            priority=priority,
+            priority=fields.priority or 0,
         )
         choice = Choice(self._model.tokenizer.detokenizer(), StopStrings(()))
 
         def finish(gathered: Sequence[Sequence[Delta]]) -> npt.NDArray[np.float32]:
-            return make_vector(choice, pooling)
+            return make_vector(choice, fields.pooling)
 
         return Job([request], [choice], len(tokens), finish)
 
@@ -126,8 +115,6 @@ class Jobs:
         return f"api.{next(self._numbers)}"
 
     def _deadline(self, timeout: float | None) -> float | None:
-        if timeout is not None and not timeout > 0:
-            raise BadRequest("'timeout' must be a number of seconds above 0.", param="timeout")
         limits = [seconds for seconds in (timeout, self._most_seconds) if seconds]
         return time.monotonic() + min(limits) if limits else None
 

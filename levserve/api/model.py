@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from levserve.api.fields import ChatFields, TextFields, make_body
-from levserve.api.jobs import Jobs, Tokens
+from levserve.api.fields import ChatFields, EmbedFields, ScoreFields, TextFields, make_body
+from levserve.api.items import Items, Prompt, read_items, read_pair, read_prompt, read_prompts
+from levserve.api.jobs import Jobs
 from levserve.api.progress import show_progress
 from levserve.api.results import Piece, Result, Score
 from levserve.api.stream import TextStream, stream_async
-from levserve.api.window import MakeJob, run_jobs, run_jobs_async
+from levserve.api.window import Outcome, run_jobs, run_jobs_async
 from levserve.api.work import Job, Runtime
-from levserve.errors import BadRequest, StartupError, Unavailable
+from levserve.errors import BadRequest, StartupError
 from levserve.models.entry import SwappedWeights
 from levserve.models.registry import Registry
-from levserve.request.pooling import POOLINGS
 from levserve.request.schema import ChatBody, CompletionBody
 from levserve.settings.settings import Settings
 from levserve.text.tokenizer import Tokenizer
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Prompt = str | Tokens
-"""A text, or the ids of its tokens."""
+MakeItem = Callable[[int, Any], Job[T]]
+"""Makes the job of an item from its number and the item."""
 Message = Mapping[str, Any]
 """OpenAI's: a role and a content."""
 NUM_TOKENIZING = 2
@@ -47,7 +47,8 @@ class Model:
 
     Every method may be called from any thread. Lists may be of any length: as many prompts run at a time as
     the device takes, and results come in the order of the list. A wrong argument raises `BadRequest`,
-    and a prompt that fails ends the whole call.
+    and a prompt that fails ends the whole call with an error that begins with its place in the list. A model
+    that is closed, or that was opened before this process was forked, raises `Unavailable`.
     """
 
     def __init__(
@@ -61,11 +62,10 @@ class Model:
             self._reloader = handle.resident.reloader
         self._on_close = on_close
         self._closing = threading.Lock()
-        self._is_closed = False
         self._executor = ThreadPoolExecutor(NUM_TOKENIZING, "levserve-api")
 
     def __repr__(self) -> str:
-        return f"<levserve model {self.name}{', closed' if self._is_closed else ''}>"
+        return f"<levserve model {self.name}{', closed' if self._runtime.is_closed else ''}>"
 
     @property
     def name(self) -> str:
@@ -92,11 +92,12 @@ class Model:
         The fields and their defaults are those of /v1/completions. `progress` shows a bar, by default for
         long lists in a terminal.
         """
-        return self._run(self._text_jobs(prompts, fields), prompts, progress)
+        items = read_prompts(prompts, "prompts")
+        return self._run(items, self._text_maker(fields), fields, progress)
 
     def chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> Result:
         """Answers a conversation. The fields and their defaults are those of /v1/chat/completions."""
-        (result,) = self._run([self._chat_job(messages, fields)], (), False)
+        (result,) = self._run(Items([messages]), self._chat_maker(fields))
         return result
 
     def chat_many(
@@ -107,17 +108,16 @@ class Model:
         **fields: Unpack[ChatFields],
     ) -> list[Result]:
         """Answers each of many conversations, in order."""
-        jobs = (self._chat_job(messages, fields, number) for number, messages in enumerate(conversations))
-        return self._run(jobs, conversations, progress)
+        items = read_items(conversations, "conversations")
+        return self._run(items, self._chat_maker(fields), fields, progress)
 
     def stream(self, prompt: Prompt, **fields: Unpack[TextFields]) -> TextStream:
         """The pieces of a continuation as they come; closing the iterator, or dropping it, ends the work."""
-        (make,) = self._text_jobs(_single(prompt), fields)
-        return self._stream(make)
+        return self._stream(self._text_maker(fields), _single(prompt))
 
     def stream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> TextStream:
         """The pieces of an answer to a conversation as they come."""
-        return self._stream(self._chat_job(messages, fields))
+        return self._stream(self._chat_maker(fields), messages)
 
     def score(
         self,
@@ -132,13 +132,13 @@ class Model:
 
         A pair is two texts, which are tokenized as lm-evaluation-harness does, or two lists of token ids.
         """
-        jobs = (
-            functools.partial(
-                self._jobs.score, prompt, continuation, truncate_prompt_tokens, priority, timeout
-            )
-            for prompt, continuation in map(_pair, pairs)
-        )
-        return self._run(jobs, pairs, progress)
+        given = {"truncate_prompt_tokens": truncate_prompt_tokens, "priority": priority, "timeout": timeout}
+        fields = make_body(ScoreFields, {}, given)
+
+        def make(number: int, pair: object) -> Job[Score]:
+            return self._jobs.score(read_pair(pair), fields, number)
+
+        return self._run(read_items(pairs, "pairs"), make, given, progress)
 
     def embed(
         self,
@@ -151,21 +151,18 @@ class Model:
         progress: bool | None = None,
     ) -> npt.NDArray[np.float32]:
         """One row of length 1 for each text, as /v1/embeddings gives them."""
-        if pooling not in POOLINGS:
-            raise BadRequest(f"'pooling' is {pooling!r}; it is 'mean' or 'last'.", param="pooling")
-        given = _several(texts)
-        jobs = (
-            functools.partial(
-                self._jobs.embed,
-                text,
-                pooling,
-                add_special_tokens=add_special_tokens,
-                priority=priority,
-                timeout=timeout,
-            )
-            for text in given
-        )
-        vectors = self._run(jobs, given, progress)
+        given = {
+            "pooling": pooling,
+            "add_special_tokens": add_special_tokens,
+            "priority": priority,
+            "timeout": timeout,
+        }
+        fields = make_body(EmbedFields, {}, given)
+
+        def make(number: int, text: object) -> Job[npt.NDArray[np.float32]]:
+            return self._jobs.embed(read_prompt(text, "texts"), fields)
+
+        vectors = self._run(read_prompts(texts, "texts"), make, given, progress)
         import numpy as np
 
         return np.stack(vectors) if vectors else np.empty((0, self._model.hidden_size), np.float32)
@@ -174,21 +171,20 @@ class Model:
         self, prompts: Prompt | Iterable[Prompt], **fields: Unpack[TextFields]
     ) -> list[Result]:
         """`generate` for an event loop. Cancelling the task ends the work."""
-        return await self._arun(self._text_jobs(prompts, fields))
+        return await self._arun(read_prompts(prompts, "prompts"), self._text_maker(fields), fields)
 
     async def achat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> Result:
         """`chat` for an event loop."""
-        (result,) = await self._arun([self._chat_job(messages, fields)])
+        (result,) = await self._arun(Items([messages]), self._chat_maker(fields))
         return result
 
     def astream(self, prompt: Prompt, **fields: Unpack[TextFields]) -> AsyncIterator[Piece]:
         """`stream` for an event loop; the work begins with the first piece that is asked for."""
-        (make,) = self._text_jobs(_single(prompt), fields)
-        return stream_async(self._runtime, make, self._executor)
+        return self._astream(self._text_maker(fields), _single(prompt))
 
     def astream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> AsyncIterator[Piece]:
         """`stream_chat` for an event loop."""
-        return stream_async(self._runtime, self._chat_job(messages, fields), self._executor)
+        return self._astream(self._chat_maker(fields), messages)
 
     def load_weights(self, arrays: Mapping[str, Any]) -> SwappedWeights:
         """Replaces the weights with these jax or NumPy arrays, and returns how long it took.
@@ -200,6 +196,9 @@ class Model:
         arrays that do not fit it raises `BadRequest` and keeps the old weights.
         """
         self._require_open()
+        if not isinstance(arrays, Mapping):
+            kind = type(arrays).__name__
+            raise BadRequest(f"'arrays' has an array for each name, and is not a {kind}.", param="arrays")
         if self._reloader is None:
             raise BadRequest("The weights of this model cannot be replaced.")
         try:
@@ -208,11 +207,16 @@ class Model:
             raise BadRequest(f"{error}", param="arrays") from error
 
     def close(self) -> None:
-        """Ends all work, frees the memory and joins the threads. Closing twice is harmless."""
+        """Ends all work, frees the memory and joins the threads.
+
+        Closing twice is harmless, and so is closing in a process that was forked.
+        """
+        if self._runtime.is_forked:
+            return  # it is the parent's, and the locks may be held by threads that are not here
         with self._closing:
-            if self._is_closed:
+            if self._runtime.is_closed:
                 return
-            self._is_closed = True
+            self._runtime.is_closed = True
         self._engine.begin_drain(0.0)
         self._runtime.queue.close()
         self._executor.shutdown()
@@ -220,87 +224,78 @@ class Model:
             self._on_close()
 
     def __enter__(self) -> Model:
+        self._runtime.require_open()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
-        if self._is_closed:
-            raise Unavailable(
-                f"The model {self.name} is closed; open it again to use it.", retry_after_seconds=0.0
-            )
+        self._runtime.require_open()
         self._engine.require_ready()
 
-    def _text_jobs(
-        self, prompts: Prompt | Iterable[Prompt], fields: Mapping[str, Any]
-    ) -> Iterable[MakeJob[Result]]:
-        """One job for each prompt, which is checked only when the job is made."""
-        for number, prompt in enumerate(_several(prompts)):
-            given = prompt if isinstance(prompt, str) else list(prompt)
-            own = {"model": self.name, "prompt": given}
-            yield functools.partial(self._make, CompletionBody, own, fields, number)
+    def _text_maker(self, fields: Mapping[str, Any]) -> MakeItem[Result]:
+        def make(number: int, prompt: object) -> Job[Result]:
+            own = {"model": self.name, "prompt": read_prompt(prompt, "prompt")}
+            return self._jobs.generate(make_body(CompletionBody, own, fields), number)
 
-    def _chat_job(
-        self, messages: Sequence[Message], fields: Mapping[str, Any], number: int = 0
-    ) -> MakeJob[Result]:
-        return functools.partial(
-            self._make, ChatBody, {"model": self.name, "messages": messages}, fields, number
-        )
+        return make
 
-    def _make(
-        self,
-        kind: type[ChatBody] | type[CompletionBody],
-        own: Mapping[str, object],
-        fields: Mapping[str, object],
-        number: int,
-    ) -> Job[Result]:
-        return self._jobs.generate(make_body(kind, own, fields), number)
+    def _chat_maker(self, fields: Mapping[str, Any]) -> MakeItem[Result]:
+        def make(number: int, messages: object) -> Job[Result]:
+            own = {"model": self.name, "messages": messages}
+            return self._jobs.generate(make_body(ChatBody, own, fields), number)
 
-    def _stream(self, make: MakeJob[Result]) -> TextStream:
+        return make
+
+    def _stream(self, make: MakeItem[Result], item: object) -> TextStream:
         self._require_open()
-        return TextStream(self._runtime, make())
+        return TextStream(self._runtime, make(0, item))
 
-    def _run(self, jobs: Iterable[MakeJob[T]], given: object, progress: bool | None) -> list[T]:
+    def _astream(self, make: MakeItem[Result], item: object) -> AsyncIterator[Piece]:
+        self._require_open()
+        return stream_async(self._runtime, functools.partial(make, 0, item), self._executor)
+
+    def _run(
+        self,
+        items: Items,
+        make: MakeItem[T],
+        fields: Collection[str] = (),
+        progress: bool | None = False,
+    ) -> list[T]:
+        """The result of each item, in order; an error tells the item's number unless a field is wrong."""
         self._require_open()
         found: dict[int, T] = {}
-        with show_progress(given, progress) as tick, closing(run_jobs(self._runtime, jobs)) as outcomes:
+        jobs = _make_later(items, make)
+        with show_progress(items.each, progress) as tick, closing(run_jobs(self._runtime, jobs)) as outcomes:
             for outcome in outcomes:
-                found[outcome.number] = outcome.get()
+                found[outcome.number] = _result_of(outcome, items, fields)
                 tick()
         return [found[number] for number in range(len(found))]
 
-    async def _arun(self, jobs: Iterable[MakeJob[T]]) -> list[T]:
+    async def _arun(self, items: Items, make: MakeItem[T], fields: Collection[str] = ()) -> list[T]:
         self._require_open()
         found: dict[int, T] = {}
+        jobs = _make_later(items, make)
         async with aclosing(run_jobs_async(self._runtime, jobs, self._executor)) as outcomes:
             async for outcome in outcomes:
-                found[outcome.number] = outcome.get()
+                found[outcome.number] = _result_of(outcome, items, fields)
         return [found[number] for number in range(len(found))]
 
 
-def _several(prompts: Prompt | Iterable[Prompt]) -> Iterable[Prompt]:
-    """A text, or a list of token ids, is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Sequence) and prompts and not isinstance(prompts[0], (str, Sequence)):
-        return [_single(prompts)]
-    if hasattr(prompts, "tolist"):
-        return _several(prompts.tolist())
-    return prompts  # type: ignore[return-value]
+def _make_later(items: Items, make: MakeItem[T]) -> Iterator[Callable[[], Job[T]]]:
+    return (functools.partial(make, number, item) for number, item in enumerate(items.each))
 
 
-def _single(prompt: Any) -> Prompt:
-    if isinstance(prompt, str):
-        return prompt
-    tokens: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    if not tokens or isinstance(tokens[0], (str, Sequence)):
+def _result_of(outcome: Outcome[T], items: Items, fields: Collection[str]) -> T:
+    if outcome.error is not None:
+        items.name_in(outcome.error, outcome.number, fields)
+    return outcome.get()
+
+
+def _single(prompt: object) -> object:
+    items = read_prompts(prompt, "prompt")
+    if items.argument:
         raise BadRequest("A stream has one prompt: a text, or a list of token ids.", param="prompt")
-    return tokens
-
-
-def _pair(pair: Any) -> tuple[Prompt, Prompt]:
-    if isinstance(pair, str) or len(pair) != 2:
-        raise BadRequest(f"A pair is a prompt and its continuation, not {pair!r}.", param="pairs")
-    prompt, continuation = pair
-    return prompt, continuation
+    (single,) = items.each
+    return single

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from levserve.api.model import Model
 from levserve.device.rows import resolve_rows
 from levserve.device.threads import set_threads
 from levserve.engine.engine import Engine
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, StartupError
 from levserve.models.load import load
 from levserve.models.registry import Registry
 from levserve.models.startup import serve
@@ -23,6 +24,9 @@ from levserve.settings.settings import Settings
 from levserve.weights.source import check_source
 
 log = logging.getLogger(__name__)
+
+_first_process = 0
+"""The process that opened a model first: this one, or one that it was forked from."""
 
 
 def open_model(name: str, values: Mapping[str, object], report: Callable[[str], None] | None = None) -> Model:
@@ -46,6 +50,7 @@ def open_device(settings: Settings, report: Callable[[str], None] | None = None)
         raise ConfigError("the settings name several models, but only one can be opened at a time")
     if settings.num_hosts > 1:
         raise ConfigError("--num-hosts is for servers: a model that is opened is on one host")
+    _require_unforked()
     check_source(settings)
     settings = resolve_rows(settings)
     set_threads(settings.threads)
@@ -121,6 +126,17 @@ class OpenedDevice:
         with self.registry.borrow(loads=False) as handle:
             if handle.resident.reloader is not None:
                 handle.resident.reloader.close()
+
+
+def _require_unforked() -> None:
+    """Refuses to open a model where jax would hang: its threads are in the process that was forked."""
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid():
+        raise StartupError(
+            "this process was forked from one that had opened a model, whose threads are not here: "
+            "start processes with multiprocessing's 'spawn', or before a model is opened"
+        )
 
 
 def _log_progress(line: str) -> None:

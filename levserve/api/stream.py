@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from levserve.api.results import Piece, PieceMaker
+from levserve.api.window import make_in
 from levserve.api.work import Job, Runtime, Work
 
 Item = Piece | Exception | None
@@ -19,6 +20,7 @@ class TextStream(Iterator[Piece]):
     """Belongs to one thread; any thread may call `close`."""
 
     def __init__(self, runtime: Runtime, job: Job[Any]) -> None:
+        self._runtime = runtime
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._work = start_streaming(runtime, job, self._items.put)
         self._is_over = False
@@ -26,6 +28,8 @@ class TextStream(Iterator[Piece]):
     def __next__(self) -> Piece:
         if self._is_over:
             raise StopIteration
+        if self._runtime.is_forked:
+            self._runtime.require_open()
         item = self._items.get()
         if isinstance(item, Piece):
             return item
@@ -36,7 +40,7 @@ class TextStream(Iterator[Piece]):
 
     def close(self) -> None:
         """Ends the answer; the iterator then stops."""
-        self._work.cancel()
+        self._cancel()
         self._items.put(None)
 
     def __enter__(self) -> TextStream:
@@ -46,8 +50,13 @@ class TextStream(Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        if work := getattr(self, "_work", None):
-            work.cancel()  # nobody reads the rest
+        if hasattr(self, "_work"):
+            self._cancel()  # nobody reads the rest
+
+    def _cancel(self) -> None:
+        # In a forked process it is the parent's work, and a lock may be held by a thread that is not here.
+        if not self._runtime.is_forked:
+            self._work.cancel()
 
 
 async def stream_async(runtime: Runtime, make: Callable[[], Job[Any]], executor: Any) -> AsyncIterator[Piece]:
@@ -59,7 +68,8 @@ async def stream_async(runtime: Runtime, make: Callable[[], Job[Any]], executor:
         with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-    job = await loop.run_in_executor(executor, make)
+    runtime.require_open()
+    job = await make_in(executor, runtime, make)
     work = start_streaming(runtime, job, put)
     try:
         while (item := await items.get()) is not None:

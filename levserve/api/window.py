@@ -43,7 +43,12 @@ def run_jobs(runtime: Runtime, jobs: Iterable[MakeJob[T]]) -> Generator[Outcome[
         while True:
             while len(running) < runtime.engine.max_inflight and (job := next(left, None)) is not None:
                 number, make = job
-                running[number] = start_job(runtime, number, make(), done.put)
+                try:
+                    made = make()
+                except Exception as error:
+                    yield Outcome(number, None, error)
+                    continue
+                running[number] = start_job(runtime, number, made, done.put)
             if not running:
                 return
             outcome = done.get()
@@ -71,7 +76,11 @@ async def run_jobs_async(
         while True:
             while len(running) < runtime.engine.max_inflight and (job := next(left, None)) is not None:
                 number, make = job
-                made = await loop.run_in_executor(executor, make)
+                try:
+                    made = await make_in(executor, runtime, make)
+                except Exception as error:
+                    yield Outcome(number, None, error)
+                    continue
                 running[number] = start_job(runtime, number, made, put)
             if not running:
                 return
@@ -81,6 +90,14 @@ async def run_jobs_async(
     finally:
         for work in running.values():
             work.cancel()
+
+
+async def make_in(executor: Executor, runtime: Runtime, make: MakeJob[T]) -> Job[T]:
+    """Makes a job beside the event loop. Raises `Unavailable` if the model was closed meanwhile."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, make)
+    except RuntimeError as error:  # the executor is shut down
+        raise runtime.explain(error) from None
 
 
 def start_job(runtime: Runtime, number: int, job: Job[T], put: Callable[[Outcome[T]], None]) -> Work:

@@ -6,6 +6,7 @@ for the server's streams.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from levserve.engine.admission import Reservation
 from levserve.engine.engine import Engine
 from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import PushStream
+from levserve.errors import Unavailable
 from levserve.generation import Choice, Delta, add_batch
 from levserve.schedule.request import GenerationRequest, TokenBatch
 
@@ -38,12 +40,44 @@ class Job(Generic[T]):
 
 
 class Runtime:
-    """Where work runs: an engine, one of its models, and the queue before it."""
+    """Where work runs: an engine, one of its models, and the queue before it.
+
+    `is_closed` is set by the thread that closes the model, before the engine ends the work.
+    """
 
     def __init__(self, engine: Engine, model: ServedModel, queue: AdmissionQueue | None = None) -> None:
         self.engine = engine
         self.model = model
         self.queue = queue or AdmissionQueue(engine)
+        self.is_closed = False
+        self._find_process = os.getpid  # kept, because streams may be dropped after the module is gone
+        self._process = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the model's, whose threads do not exist here."""
+        return self._find_process() != self._process
+
+    def require_open(self) -> None:
+        """Raises `Unavailable` if the model is closed, or belongs to another process."""
+        if self.is_forked:
+            raise Unavailable(
+                f"The model {self.model.name} was opened in the process that this one was forked from; "
+                "its threads are not here. Start processes with multiprocessing's 'spawn' and open it there.",
+                retry_after_seconds=0.0,
+            )
+        if self.is_closed:
+            raise Unavailable(
+                f"The model {self.model.name} is closed; open it again to use it.", retry_after_seconds=0.0
+            )
+
+    def explain(self, error: Exception) -> Exception:
+        """The error that ended work; after closing, what the engine says of a shutdown would mislead."""
+        try:
+            self.require_open()
+        except Unavailable as cause:
+            return cause
+        return error
 
 
 class Work:
@@ -133,7 +167,7 @@ class Work:
         if self._end():
             if self._stream is not None:
                 self._stream.close()
-            self._on_end(error)
+            self._on_end(self._runtime.explain(error))
 
     def _end(self) -> bool:
         """Gives the places back; False if the work was over already."""

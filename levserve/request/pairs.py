@@ -63,10 +63,14 @@ def make_pairs(
     truncation: Truncation,
     *,
     in_one_pass: bool = False,
+    first: int = 0,
 ) -> list[Pair]:
-    """The pairs in tokens, checked against the model; raises `BadRequest`."""
+    """The pairs in tokens, checked against the model; raises `BadRequest`.
+
+    `first` is the number that the first pair has in errors.
+    """
     pairs = []
-    for index, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+    for index, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True), first):
         is_text = isinstance(prompt, str)
         if isinstance(prompt, str) and isinstance(continuation, str):
             if not truncation:
