@@ -21,7 +21,7 @@ from levserve.api.results import Piece, Result, Score
 from levserve.api.stream import TextStream, stream_async
 from levserve.api.window import Outcome, run_jobs, run_jobs_async
 from levserve.api.work import Job, Runtime
-from levserve.errors import BadRequest, StartupError
+from levserve.errors import BadRequest, StartupError, Unavailable
 from levserve.models.entry import SwappedWeights
 from levserve.models.registry import Registry
 from levserve.request.schema import ChatBody, CompletionBody
@@ -205,6 +205,8 @@ class Model:
             return self._reloader.load(arrays, self._runtime.queue.hold_back)
         except StartupError as error:
             raise BadRequest(f"{error}", param="arrays") from error
+        except Unavailable as error:
+            raise self._runtime.explain(error) from None
 
     def close(self) -> None:
         """Ends all work, frees the memory and joins the threads.
@@ -232,7 +234,10 @@ class Model:
 
     def _require_open(self) -> None:
         self._runtime.require_open()
-        self._engine.require_ready()
+        try:
+            self._engine.require_ready()
+        except Unavailable as error:  # another thread may be closing the model
+            raise self._runtime.explain(error) from None
 
     def _text_maker(self, fields: Mapping[str, Any]) -> MakeItem[Result]:
         def make(number: int, prompt: object) -> Job[Result]:

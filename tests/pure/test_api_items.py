@@ -171,3 +171,9 @@ def test_an_error_of_a_single_prompt_or_of_a_field_has_no_place(model: Model) ->
     ):
         with pytest.raises(BadRequest, match="^('|Invalid|This model)"):
             call()
+
+
+def test_weights_that_are_no_mapping_are_refused(model: Model) -> None:
+    for wrong in (None, [1], "model.safetensors"):
+        with pytest.raises(BadRequest, match=f"'arrays' .* is not a {type(wrong).__name__}"):
+            model.load_weights(wrong)  # type: ignore[arg-type]
