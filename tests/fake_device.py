@@ -53,6 +53,12 @@ MODEL = "toy"
 # The assistant's turn begins with t9, so a greedy answer is t10 t11 t12 ...
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}t9{% endif %}"
 
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{% if message.reasoning_content %}({{ message.reasoning_content }})"
+    "{% endif %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
+)
+
 
 def load_toy_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
@@ -280,6 +286,20 @@ class Parrot(TellingDevice):
         super().__init__(registry, tokenizer or load_byte_tokenizer(), obeys=False)
 
 
+class ThinkingParrot(Parrot):
+    """A parrot that can be told to think: its answer to `<think>a</think>b` is the thought a and the text b."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(registry, load_byte_tokenizer(THINKING_TEMPLATE))
+
+
+class QuietThinkingParrot(ThinkingParrot):
+    """One for tests in the same process, whose stdout it leaves alone."""
+
+    def tell(self, event: str, request_id: str = "") -> None:
+        pass
+
+
 def start_fake_device(settings: Settings, registry: Registry) -> threading.Thread:
     """Replaces the function that starts the real device thread. The served name may be an order: for a start
     that fails, one that never ends, a template of a megabyte, or a parrot."""
@@ -294,6 +314,8 @@ def start_fake_device(settings: Settings, registry: Registry) -> threading.Threa
             thread = TellingDevice(registry, load_toy_tokenizer(TEMPLATE + "{#" + "x" * 1_000_000 + "#}"))
         case "parrot":
             thread = Parrot(registry)
+        case "thinking-parrot":
+            thread = ThinkingParrot(registry)
         case _:
             thread = TellingDevice(registry)
     thread.start()

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from levserve.api.model import Model
-from levserve.errors import ServeError
+from levserve.errors import ContextTooLong, ServeError
+from levserve.terminal.answer import Answer
 from levserve.terminal.options import add_model, add_sampling, make_parser, open_with_progress, sampling_of
+from levserve.terminal.screen import hint
 
 DESCRIPTION = """\
 A conversation with a model.
@@ -20,12 +22,13 @@ A conversation with a model.
 Ctrl-C stops an answer, Ctrl-D leaves. /help lists what else can be typed.
 """
 HELP = """\
-/new             forget the conversation
+/new, /clear     forget the conversation
 /system TEXT     tell the model how to behave, from the start of a new conversation
 /undo            remove the last question and its answer
 /help            this text
 /quit, Ctrl-D    leave
 Ctrl-C           stops an answer"""
+MAKE_ROOM = "/undo or /new makes room in a full context"
 PROMPT = "> "
 
 
@@ -47,35 +50,51 @@ class Conversation:
         command, _, rest = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False
-        if command == "/new":
+        if command in ("/new", "/clear"):
             self.forget()
         elif command == "/system":
             self._system = rest.strip()
             self.forget()
         elif command == "/undo":
-            while self.messages and self.messages.pop()["role"] != "user":
-                pass
-        else:
+            self._undo()
+        elif command == "/help":
             print(HELP)
+        else:
+            print(f"unknown command {command}; the commands are\n{HELP}", file=sys.stderr)
         return True
 
     def ask(self, question: str) -> None:
         """Prints the answer as it comes. What Ctrl-C cuts off stays in the conversation as it is."""
         self.messages.append({"role": "user", "content": question})
-        answer = ""
+        answer = Answer()
         try:
             with self._model.stream_chat(self.messages, **self._fields) as stream:
-                for piece in stream:
-                    answer += piece.text
-                    print(piece.text, end="", flush=True)
+                answer.write(stream)
         except KeyboardInterrupt:
             print(" ...", end="")
         except ServeError as error:
+            if answer.text:
+                print(flush=True)
             print(error.message, file=sys.stderr)
             self.messages.pop()
+            if isinstance(error, ContextTooLong) and self._has_question():
+                hint(MAKE_ROOM)
             return
-        print()
-        self.messages.append({"role": "assistant", "content": answer})
+        print(flush=True)
+        is_set = "max_tokens" in self._fields
+        answer.explain_end("--max-tokens sets it" if is_set else f"--max-tokens sets one, {MAKE_ROOM}")
+        self.messages.append({"role": "assistant", "content": answer.text})
+
+    def _undo(self) -> None:
+        """Removes the last question and its answer; the system prompt stays."""
+        if not self._has_question():
+            print("there is no question to take back", file=sys.stderr)
+            return
+        while self.messages.pop()["role"] != "user":
+            pass
+
+    def _has_question(self) -> bool:
+        return any(message["role"] == "user" for message in self.messages)
 
 
 def main(argv: Sequence[str]) -> int:

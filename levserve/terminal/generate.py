@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from levserve.terminal.answer import Answer
 from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of
 
 DESCRIPTION = """\
@@ -14,7 +15,7 @@ Continues a prompt, or answers it as a chat.
   levserve generate --chat "Name three rivers" --model Qwen/Qwen3-0.6B
   cat letter.txt | levserve generate - --temperature 0 --max-tokens 200
 
-Only the text goes to stdout.
+Only the text goes to stdout; what a model thinks before its answer goes to stderr.
 """
 DEFAULT_MAX_TOKENS = 128
 
@@ -39,8 +40,10 @@ def main(argv: Sequence[str]) -> int:
             stream = model.stream_chat([{"role": "user", "content": prompt}], **fields)
         else:
             stream = model.stream(prompt, **fields)
+        answer = Answer()
         with stream:
-            for piece in stream:
-                print(piece.text, end="", flush=True)
-    print()
+            answer.write(stream)
+    print(flush=True)
+    if options.chat:  # a continuation has no end of its own, so a limit is what ends it
+        answer.explain_end("--max-tokens sets it")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from levserve.errors import ConfigError
 from levserve.settings.kind import SWITCH
 from levserve.settings.program import SERVER_SECTIONS
 from levserve.settings.settings import SETTINGS
+from levserve.terminal.screen import has_escapes, redraw
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 ROWS = 4
@@ -108,14 +108,14 @@ def open_with_progress(options: Namespace) -> Model:
 @contextmanager
 def show_loading() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the progress of loading, in a terminal on one line that goes away."""
-    is_terminal = sys.stderr.isatty()
+    is_shown = has_escapes()
 
     def report(line: str) -> None:
-        if is_terminal:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        if is_shown:
+            redraw(line)
 
     try:
         yield report
     finally:
-        if is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if is_shown:
+            redraw("")

@@ -14,7 +14,7 @@ from werkzeug.test import TestResponse
 
 from levserve.web.responses.body import UNSUPPORTED_IN_RESPONSES
 from tests.fake_app import App, serving, wsgi_server
-from tests.pure.test_thinking_chats import ThinkingParrot
+from tests.fake_device import QuietThinkingParrot
 from tests.waiting import PATIENCE_SECONDS
 
 PATH = "/v1/responses"
@@ -36,7 +36,7 @@ def app() -> Iterator[App]:
 @pytest.fixture(scope="module")
 def parrot() -> Iterator[App]:
     """An app whose model repeats its prompt, in which the server finds thoughts."""
-    with serving(make_device=ThinkingParrot) as app:
+    with serving(make_device=QuietThinkingParrot) as app:
         yield app
 
 

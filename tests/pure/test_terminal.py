@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import shutil
-from collections.abc import Iterator
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,14 +21,22 @@ from levserve.api.model import Model
 from levserve.settings.settings import Settings
 from levserve.terminal.chat import Conversation, talk
 from levserve.terminal.commands import COMMANDS
+from levserve.terminal.options import show_loading
 from tests.conftest import GOLDEN
 from tests.fake_app import serving
+from tests.fake_device import QuietThinkingParrot
 from tests.stores import web_store
 
 
 @pytest.fixture
 def model() -> Iterator[Model]:
     with serving() as app, Model(app.registry, Settings()) as model:
+        yield model
+
+
+@pytest.fixture
+def thinker() -> Iterator[Model]:
+    with serving(make_device=QuietThinkingParrot) as app, Model(app.registry, Settings()) as model:
         yield model
 
 
@@ -61,8 +76,113 @@ def test_a_question_that_does_not_fit_is_told_and_forgotten(
     conversation = Conversation(model, {"temperature": 0, "max_tokens": 1})
     type_in(monkeypatch, "t17 " * 100 + "\nt18\n")
     talk(conversation)
-    assert "maximum context length" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "maximum context length" in told and "/new" not in told  # there was nothing to forget
     assert [message["content"] for message in conversation.messages] == ["t18", "t10"]
+
+
+def test_a_full_context_is_told_with_what_makes_room(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(model, {"temperature": 0, "max_tokens": 20})
+    type_in(monkeypatch, "t17 " * 30 + "\n" + "t18 " * 30 + "\n")
+    talk(conversation)
+    told = capsys.readouterr().err
+    assert "maximum context length" in told and "/undo or /new makes room" in told
+    assert len(conversation.messages) == 2
+
+
+def test_undo_leaves_the_system_prompt_and_says_when_there_is_nothing_to_take_back(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(model, {"temperature": 0, "max_tokens": 1}, "t20")
+    type_in(monkeypatch, "t17\n/undo\n/undo\n")
+    talk(conversation)
+    assert conversation.messages == [{"role": "system", "content": "t20"}]
+    assert capsys.readouterr().err.endswith("there is no question to take back\n")
+
+
+def test_an_unknown_command_is_named_and_the_known_ones_are_listed(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(model, {"temperature": 0, "max_tokens": 1})
+    type_in(monkeypatch, "/fast please\n")
+    talk(conversation)
+    told = capsys.readouterr()
+    assert "unknown command /fast;" in told.err and "/undo" in told.err and told.out == ""
+    assert conversation.messages == []
+
+
+def test_thoughts_go_to_stderr_and_only_the_answer_is_remembered(
+    thinker: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(thinker, {})
+    type_in(monkeypatch, "<think>hm</think>yes\n")
+    talk(conversation)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("yes\n", "hm\n")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "yes"}
+
+
+def test_an_answer_that_the_limit_ends_among_its_thoughts_says_so(
+    thinker: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(thinker, {"max_tokens": 10})
+    type_in(monkeypatch, "<think>hm, let me see</think>yes\n")
+    talk(conversation)
+    told = capsys.readouterr()
+    assert told.out == "\n"
+    assert (
+        told.err
+        == "hm,\n(the limit of 10 tokens was reached before the answer began; --max-tokens sets it)\n"
+    )
+
+
+@contextmanager
+def terminal(kind: str = "xterm") -> Iterator[Callable[[], str]]:
+    """Makes stderr a terminal with 20 columns; the function returns what was written to it."""
+    reader, writer = pty.openpty()
+    os.set_blocking(reader, False)
+
+    def read() -> str:
+        found = b""
+        with suppress(BlockingIOError):
+            while True:
+                found += os.read(reader, 65536)
+        return found.decode()
+
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    with pytest.MonkeyPatch.context() as patch, open(writer, "w", encoding="utf-8") as stderr:
+        patch.setenv("TERM", kind)
+        patch.setattr("sys.stderr", stderr)
+        yield read
+    os.close(reader)
+
+
+def test_progress_fits_the_terminal_and_goes_away() -> None:
+    with terminal() as read:
+        with show_loading() as report:
+            report("compiling " * 10)
+            report("模型" * 20)
+        assert read() == "\r\x1b[Kcompiling compiling\r\x1b[K模型模型模型模型模\r\x1b[K"
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("xterm", "\x1b[2mhm\x1b[0m\r\n"), ("dumb", "hm\r\n")])
+def test_thoughts_are_dimmed_in_a_terminal_that_can_do_that(
+    thinker: Model, kind: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "<think>hm</think>yes\n")
+    with terminal(kind) as read:
+        talk(Conversation(thinker, {}))
+        assert read() == shown
+
+
+def test_a_dumb_terminal_gets_no_progress() -> None:
+    with terminal("dumb") as read:
+        with show_loading() as report:
+            report("compiling")
+        print("end", file=sys.stderr, flush=True)
+        assert read() == "end\r\n"
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from levserve.models.registry import Registry
 from levserve.schedule.constraint import Matcher
 from tests.fake_app import App, serving
-from tests.fake_device import PARROT_EOS, Parrot, load_byte_tokenizer
+from tests.fake_device import PARROT_EOS, QuietThinkingParrot, load_byte_tokenizer
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = (
-    "{% for message in messages %}{% if message.reasoning_content %}({{ message.reasoning_content }})"
-    "{% endif %}{{ message.content }}{% endfor %}"
-    "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
-)
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
 LOOK = {
     "type": "function",
@@ -28,17 +22,9 @@ LOOK = {
 }
 
 
-class ThinkingParrot(Parrot):
-    def __init__(self, registry: Registry) -> None:
-        super().__init__(registry, load_byte_tokenizer(TEMPLATE))
-
-    def tell(self, event: str, request_id: str = "") -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    with serving(make_device=ThinkingParrot) as running:
+    with serving(make_device=QuietThinkingParrot) as running:
         yield running
 
 
