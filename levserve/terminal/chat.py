@@ -9,8 +9,16 @@ from typing import Any
 from levserve.api.model import Model
 from levserve.errors import ContextTooLong, ServeError
 from levserve.terminal.answer import Answer
-from levserve.terminal.options import add_model, add_sampling, make_parser, open_with_progress, sampling_of
+from levserve.terminal.options import (
+    add_model,
+    add_sampling,
+    make_parser,
+    open_with_progress,
+    sampling_of,
+    text,
+)
 from levserve.terminal.screen import hint
+from levserve.terminal.streams import as_utf8, require_stdin
 
 DESCRIPTION = """\
 A conversation with a model.
@@ -101,10 +109,11 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("chat", DESCRIPTION)
     add_model(parser, "Model to talk to, given as for levserve. [default: the bundled model]")
     parser.add_argument(
-        "--system", default="", metavar="TEXT", help="System prompt: how the model is to behave."
+        "--system", type=text, default="", metavar="TEXT", help="System prompt: how the model is to behave."
     )
     add_sampling(parser, max_tokens="as many as fit the context")
     options = parser.parse_args(argv)
+    require_stdin()
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` its history and its keys)
     with open_with_progress(options) as model:
@@ -124,6 +133,11 @@ def talk(conversation: Conversation) -> None:
             return
         except KeyboardInterrupt:
             print()
+            continue
+        try:
+            line = as_utf8(line)
+        except ValueError:
+            print("this line is not UTF-8 text", file=sys.stderr)
             continue
         if line.startswith("/"):
             if not conversation.obey(line):

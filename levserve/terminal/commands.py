@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from levserve.errors import ServeError, StartupError
+from levserve.terminal.streams import prepare_streams
 
 COMMANDS = {
     "chat": ("levserve.terminal.chat", "main"),
@@ -24,6 +25,7 @@ COMMANDS = {
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Runs a command and returns its exit code. A user's mistake gives one line on stderr and code 2."""
     module, function = COMMANDS[name]
+    prepare_streams()
     try:
         code: int = getattr(importlib.import_module(module), function)(argv)
         return code

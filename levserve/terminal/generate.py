@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from levserve.errors import ConfigError
 from levserve.terminal.answer import Answer
-from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of
+from levserve.terminal.options import add_sampling, make_parser, open_with_progress, sampling_of, text
+from levserve.terminal.streams import as_utf8, require_stdin
 
 DESCRIPTION = """\
 Continues a prompt, or answers it as a chat.
@@ -22,7 +24,7 @@ DEFAULT_MAX_TOKENS = 128
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("generate", DESCRIPTION)
-    parser.add_argument("prompt", help="The text; - reads it from stdin.")
+    parser.add_argument("prompt", type=text, help="The text; - reads it from stdin.")
     parser.add_argument(
         "--model", metavar="NAME", help="Model to use, given as for levserve. [default: the bundled model]"
     )
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_sampling(parser, max_tokens=str(DEFAULT_MAX_TOKENS))
     options = parser.parse_args(argv)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read_stdin() if options.prompt == "-" else options.prompt
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_of(options)
     with open_with_progress(options) as model:
         if options.chat:
@@ -47,3 +49,11 @@ def main(argv: Sequence[str]) -> int:
     if options.chat:  # a continuation has no end of its own, so a limit is what ends it
         answer.explain_end("--max-tokens sets it")
     return 0
+
+
+def _read_stdin() -> str:
+    require_stdin()
+    try:
+        return as_utf8(sys.stdin.read())
+    except ValueError:
+        raise ConfigError("stdin is not UTF-8 text") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from levserve.settings.kind import SWITCH
 from levserve.settings.program import SERVER_SECTIONS
 from levserve.settings.settings import SETTINGS
 from levserve.terminal.screen import has_escapes, redraw
+from levserve.terminal.streams import as_utf8
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 ROWS = 4
@@ -46,9 +47,17 @@ def make_parser(command: str, description: str) -> Parser:
     return parser
 
 
-def add_model(parser: Parser, text: str) -> None:
+def text(word: str) -> str:
+    """The type of an option that a model reads."""
+    try:
+        return as_utf8(word)
+    except ValueError:
+        raise ArgumentTypeError("is not UTF-8 text") from None
+
+
+def add_model(parser: Parser, words: str) -> None:
     """Adds the model as a positional argument, or with --model as for the server."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=SUPPRESS, help=text)
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=SUPPRESS, help=words)
     parser.add_argument("--model", default=SUPPRESS, help=SUPPRESS)
 
 
@@ -77,6 +86,7 @@ def add_sampling(parser: Parser, *, max_tokens: str) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="Same seed, same answer.")
     group.add_argument(
         "--stop",
+        type=text,
         action="append",
         metavar="TEXT",
         help="Text that ends an answer; may be given several times.",

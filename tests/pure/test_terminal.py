@@ -8,6 +8,7 @@ import os
 import pty
 import shutil
 import struct
+import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from levserve.settings.settings import Settings
 from levserve.terminal.chat import Conversation, talk
 from levserve.terminal.commands import COMMANDS
 from levserve.terminal.options import show_loading
+from levserve.terminal.streams import as_utf8, prepare_streams
 from tests.conftest import GOLDEN
 from tests.fake_app import serving
 from tests.fake_device import QuietThinkingParrot
 from tests.stores import web_store
+from tests.waiting import COMPILE_SECONDS
 
 
 @pytest.fixture
@@ -138,6 +141,47 @@ def test_an_answer_that_the_limit_ends_among_its_thoughts_says_so(
     )
 
 
+def run_in_shell(words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs `levserve` with words that may be redirections too."""
+    command = ["bash", "-c", f"{sys.executable} -m levserve {words}"]
+    return subprocess.run(command, env=os.environ | environ, capture_output=True, timeout=COMPILE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("generate - <<< $'caf\\xe9'", "levserve generate: error: stdin is not UTF-8 text\n"),
+        ("generate - <&-", "levserve generate: error: stdin is closed\n"),
+        ("chat <&-", "levserve chat: error: stdin is closed\n"),
+    ],
+)
+def test_stdin_that_cannot_be_read_is_told_in_one_line(words: str, told: str) -> None:
+    done = run_in_shell(words)
+    assert (done.returncode, done.stdout, done.stderr.decode()) == (2, b"", told)
+
+
+def test_a_path_that_stdout_cannot_show_is_shown_with_question_marks(tmp_path: Path) -> None:
+    model = tmp_path / "modèle"
+    model.symlink_to(GOLDEN / "llama")
+    done = run_in_shell(f"fetch '{model}'", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout.decode()) == (0, f"{tmp_path}/mod?le\n")
+
+
+def test_a_line_of_a_chat_that_is_not_utf8_is_told_and_the_next_one_answered(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nt18\n"), "ascii")
+    monkeypatch.setattr("sys.stdin", stdin)
+    prepare_streams()
+    talk(Conversation(model, {"temperature": 0, "max_tokens": 2}))
+    told = capsys.readouterr()
+    assert told.out == "t10 t11\n" and told.err.startswith("this line is not UTF-8 text\n")
+
+
+def test_utf8_is_read_although_the_locale_is_ascii() -> None:
+    assert as_utf8(b"caf\xc3\xa9".decode("ascii", "surrogateescape")) == "café"
+
+
 @contextmanager
 def terminal(kind: str = "xterm") -> Iterator[Callable[[], str]]:
     """Makes stderr a terminal with 20 columns; the function returns what was written to it."""
@@ -193,6 +237,8 @@ def test_a_dumb_terminal_gets_no_progress() -> None:
         ["generate", "x", "--dtype", "int3"],
         ["generate", "x", "--port", "8000"],
         ["generate", "x", "--model", "/nowhere"],
+        ["generate", "caf\udce9"],
+        ["chat", "--system", "caf\udce9"],
         ["chat", "/nowhere"],
         ["chat", "--colour"],
         ["batch"],
