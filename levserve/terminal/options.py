@@ -5,13 +5,17 @@ from __future__ import annotations
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from levserve.api.model import Model
 from levserve.errors import ConfigError
+from levserve.models.catalogue import Catalogue
+from levserve.settings.environment import DEFAULT_FILE
 from levserve.settings.kind import SWITCH
-from levserve.settings.program import SERVER_SECTIONS
-from levserve.settings.settings import SETTINGS
+from levserve.settings.program import SERVER_SECTIONS, make_settings
+from levserve.settings.settings import SETTINGS, Settings
 from levserve.terminal.screen import has_escapes, redraw
 from levserve.terminal.streams import as_utf8
 
@@ -19,7 +23,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "sto
 ROWS = 4
 """One conversation needs one row; programs for fewer rows than a server has compile sooner."""
 EPILOG = """\
-Settings of the server work here too: --dtype, --max-seq-len, --threads and so on; see levserve --help.
+Settings of the server work here too: --dtype, --max-seq-len, --threads and so on, --config FILE and
+--env-file FILE; see levserve --help.
 """
 
 
@@ -44,6 +49,8 @@ def make_parser(command: str, description: str) -> Parser:
             parser.add_argument(
                 setting.flag, dest=f"setting:{setting.name}", default=SUPPRESS, help=SUPPRESS, **more
             )
+    for flag in ("--config", "--env-file"):
+        parser.add_argument(flag, default=None, help=SUPPRESS)
     return parser
 
 
@@ -100,19 +107,36 @@ def sampling_of(options: Namespace) -> dict[str, Any]:
 
 
 def settings_of(options: Namespace) -> dict[str, object]:
-    """The settings that were given, by name."""
+    """The settings that were given, by name, and the files with others."""
     prefix = "setting:"
     given = {name.removeprefix(prefix): value for name, value in vars(options).items() if prefix in name}
+    given |= {"config": options.config, "env_file": options.env_file}
+    if options.env_file is None and Path(DEFAULT_FILE).is_file():
+        given["env_file"] = DEFAULT_FILE
     model = getattr(options, "model", None)
     return given | ({"model": model} if model else {})
 
 
+def read_settings(options: Namespace, **others: object) -> Settings:
+    """The settings for one model: of several, the one that was named, or else the server's default.
+
+    `others` are settings that a flag may override.
+    """
+    settings = make_settings(others | settings_of(options))
+    if not settings.has_several:
+        return settings
+    catalogue = Catalogue(settings)
+    found = catalogue.find(catalogue.default)
+    assert found is not None
+    return replace(found, models={}, models_dir="")
+
+
 def open_with_progress(options: Namespace) -> Model:
     """Loads the model and shows the progress."""
-    from levserve.api.opening import open_model
+    from levserve.api.opening import open_with
 
     with show_loading() as report:
-        return open_model("", {"max_running": ROWS, **settings_of(options)}, report)
+        return open_with(read_settings(options, max_running=ROWS), report)
 
 
 @contextmanager

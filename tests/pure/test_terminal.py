@@ -240,6 +240,8 @@ def test_a_dumb_terminal_gets_no_progress() -> None:
         ["generate", "caf\udce9"],
         ["chat", "--system", "caf\udce9"],
         ["chat", "/nowhere"],
+        ["chat", "--config", "/nowhere.ini"],
+        ["generate", "x", "--env-file", "/nowhere.env"],
         ["chat", "--colour"],
         ["batch"],
         ["batch", "/nowhere/in.jsonl", "/tmp/out.jsonl"],
@@ -299,6 +301,50 @@ def test_models_lists_a_folder_and_what_was_fetched(
         str(tmp_path / "models" / "tiny"),
     ]
     assert "2 MB" in lines[1]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder; an environment file in it changes variables for one test only."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    return tmp_path
+
+
+def test_a_settings_file_and_an_environment_file_work_for_commands(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "models").mkdir()
+    (here / "models" / "tiny").symlink_to(GOLDEN / "llama")
+    (here / ".env").write_text("LEVSERVE_MODELS_DIR=models\n")
+    (here / "other.env").write_text("LEVSERVE_MODELS_DIR=nowhere\n")
+    (here / "serve.ini").write_text("[server]\nport = 9000\n[model]\nmodels-dir = models\n")
+    assert cli.main(["models"]) == 0
+    assert "models/tiny " in capsys.readouterr().out
+    del os.environ["LEVSERVE_MODELS_DIR"]  # which was set for libraries
+    assert cli.main(["models", "--env-file", "other.env"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    del os.environ["LEVSERVE_MODELS_DIR"]
+    (here / ".env").unlink()
+    assert cli.main(["models", "--config", "serve.ini"]) == 0
+    assert "models/tiny " in capsys.readouterr().out
+    assert cli.main(["fetch", "tiny", "--config", "serve.ini"]) == 0
+    assert capsys.readouterr().out == "models/tiny\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("LEVSERVE_DTYPE=int3", "not 'int3' (environment LEVSERVE_DTYPE from .env)"),
+        ("LEVSERVE_DTIPE=int8", "did you mean LEVSERVE_DTYPE? (.env)"),
+    ],
+)
+def test_a_mistake_in_an_environment_file_names_the_file(
+    text: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / ".env").write_text(text)
+    assert cli.main(["fetch", str(GOLDEN / "llama")]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_fetching_what_is_here_prints_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
