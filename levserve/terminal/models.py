@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from levserve.models.catalogue import Catalogue
 from levserve.settings.program import make_settings
 from levserve.settings.settings import Settings
+from levserve.terminal.cached import Found, find_cached, size_of
 from levserve.terminal.options import add_model, make_parser, read_settings, settings_of
-from levserve.weights.bundled import SMOLLM2
-from levserve.weights.source import check_source, find_source, local_problem
+from levserve.weights.source import check_source, find_source
 
 LIST_DESCRIPTION = """\
 Lists the models that can be served, with the name to give to levserve, chat and generate.
@@ -30,16 +29,10 @@ Downloads a model into the cache, so that it starts at once later.
 """
 
 
-class Found(NamedTuple):
-    name: str
-    place: str
-    num_bytes: int | None
-
-
 def list_main(argv: Sequence[str]) -> int:
     options = make_parser("models", LIST_DESCRIPTION).parse_args(argv)
     settings = make_settings(settings_of(options))
-    rows = [*_in_cache(settings), *_in_folder(settings)]
+    rows = [*find_cached(settings), *_in_folder(settings)]
     width = max(len(row.name) for row in rows)
     for row in rows:
         size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.0f} MB"
@@ -60,19 +53,6 @@ def fetch_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _in_cache(settings: Settings) -> Iterator[Found]:
-    bundled = settings.cache_path / SMOLLM2.file_name
-    if bundled.is_file():
-        yield Found(SMOLLM2.name, str(bundled), bundled.stat().st_size)
-    else:
-        yield Found(SMOLLM2.name, "not downloaded yet; downloaded on first use", SMOLLM2.member_bytes)
-    for folder in sorted((settings.cache_path / "hub").glob("models--*")):
-        for snapshot in sorted((folder / "snapshots").glob("*")):
-            if local_problem(snapshot) is None:
-                name = folder.name.removeprefix("models--").replace("--", "/", 1)
-                yield Found(f"{name}@{snapshot.name[:12]}", str(snapshot), _size(snapshot))
-
-
 def _in_folder(settings: Settings) -> Iterator[Found]:
     if not settings.has_several:
         return
@@ -81,9 +61,4 @@ def _in_folder(settings: Settings) -> Iterator[Found]:
         own = catalogue.find(name)
         path = "" if own is None else own.model
         place = f"[model.{name}]" if name in settings.models else f"{name} of --models-dir"
-        yield Found(path, place, _size(Path(path)) if Path(path).exists() else None)
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+        yield Found(path, place, size_of(Path(path)) if Path(path).exists() else None)

@@ -23,12 +23,16 @@ from levserve.weights.cache_folder import Lease, lease_folder, make_room
 from levserve.weights.progress import Progress, Report
 from levserve.weights.store import NUM_READERS, RemoteFile, Store, as_startup_error
 
+STORES = "stores"
+"""The folder of the cache that holds what came from stores."""
+ADDRESS_FILE = ".address"
+
 
 def fetch_files(
     store: Store, files: Sequence[RemoteFile], cache_path: Path, *, limit_bytes: int, report: Report
 ) -> Lease:
     """A folder with the files, complete and checked, which is not removed while the lease is held."""
-    folder = cache_path / "stores" / _folder_name(store, files)
+    folder = cache_path / STORES / _folder_name(store, files)
 
     def fill() -> None:
         missing = [file for file in files if not _is_complete(folder, file)]
@@ -38,6 +42,8 @@ def fetch_files(
         _check_space(folder, needed_bytes)
         report(f"fetching {store.shown} ({len(missing)} files, {num_bytes / 1e6:,.0f} MB)")
         _fetch(store, missing, folder, Progress(f"fetching {store.shown}", num_bytes, report))
+        if store.shown == store.address:  # one with credentials is not kept
+            (folder / ADDRESS_FILE).write_text(store.address, "utf-8")
 
     try:
         return lease_folder(folder, lambda: all(_is_complete(folder, file) for file in files), fill, report)
@@ -45,6 +51,14 @@ def fetch_files(
         raise StartupError(
             f"cannot keep {store.shown} in {folder} (--cache-dir): {cause_of(error)}"
         ) from error
+
+
+def read_address(folder: Path) -> str:
+    """The address that a folder of the cache was filled from; empty if that is not known."""
+    try:
+        return (folder / ADDRESS_FILE).read_text("utf-8")
+    except OSError:
+        return ""
 
 
 def _folder_name(store: Store, files: Sequence[RemoteFile]) -> str:

@@ -25,6 +25,8 @@ from tests.conftest import GOLDEN
 from tests.stores import WebServer, amazon_store, google_store, upload, web_store
 
 LLAMA = GOLDEN / "llama"
+OWN_FILES = {".lock", ".address"}
+"""What a folder of the cache has besides the model's files."""
 SERVED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "golden.json"}
 
 
@@ -85,7 +87,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    names = {path.name for path in one.iterdir() if path.name != ".lock"}
+    names = {path.name for path in one.iterdir()} - OWN_FILES
     return names == SERVED and all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
@@ -104,7 +106,7 @@ def test_a_model_comes_from_a_web_server_with_listings_or_without(web: WebServer
     assert same_files(cache.find(f"{web.address}/llama").path, LLAMA)
     web.has_listings = False
     found = cache.find(f"{web.address}/llama").path
-    assert {path.name for path in found.iterdir()} - {".lock"} == SERVED - {"golden.json"}
+    assert {path.name for path in found.iterdir()} - OWN_FILES == SERVED - {"golden.json"}
 
 
 def test_files_of_pytorch_come_from_a_store_that_has_no_safetensors(web: WebServer, cache: Cache) -> None:
@@ -118,7 +120,7 @@ def test_files_of_pytorch_come_from_a_store_that_has_no_safetensors(web: WebServ
     (folder / "optimizer.bin").touch()
     for web.has_listings in (True, False):
         found = cache.find(f"{web.address}/old").path
-        assert {path.name for path in found.iterdir()} - {".lock"} == files.keys()
+        assert {path.name for path in found.iterdir()} - OWN_FILES == files.keys()
     (folder / "model.safetensors").write_bytes(b"newer")
     found = cache.find(f"{web.address}/old").path
     assert not list(found.glob("*.bin"))

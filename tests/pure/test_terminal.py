@@ -297,10 +297,67 @@ def test_models_lists_a_folder_and_what_was_fetched(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
         "smollm2-135m",
-        "org/name@0123456789ab",
+        "org/name@0123456789abcdef",
         str(tmp_path / "models" / "tiny"),
     ]
     assert "2 MB" in lines[1]
+
+
+def list_models(cache: Path, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
+    """The name and the size of each model in a cache, besides the bundled one."""
+    capsys.readouterr()
+    assert cli.main(["models", "--cache-dir", str(cache)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return [(name, f"{size} {unit}") for name, size, unit, *_ in rows if name != "smollm2-135m"]
+
+
+def test_models_lists_gguf_files_of_the_hub_whose_parts_are_all_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repo = tmp_path / "hub" / "models--org--name-GGUF"
+    for path in (
+        "abc/name-Q8_0.gguf",
+        "abc/mmproj-name.gguf",
+        "abc/big/name-00001-of-00002.gguf",
+        "abc/big/name-00002-of-00002.gguf",
+        "abc/half-00001-of-00002.gguf",
+        "def/name-Q4_0.gguf",
+    ):
+        file = repo / "snapshots" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"\0" * 2_000_000)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    assert list_models(tmp_path, capsys) == [
+        ("org/name-GGUF/big/name-00001-of-00002.gguf", "4 MB"),
+        ("org/name-GGUF/name-Q8_0.gguf", "2 MB"),
+        ("org/name-GGUF/name-Q4_0.gguf@def", "2 MB"),
+    ]
+
+
+def test_models_lists_what_came_from_stores_by_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web, cache = tmp_path / "web", tmp_path / "cache"
+    shutil.copytree(GOLDEN / "llama", web / "llama")
+    for name in ("one.gguf", "two-00001-of-00002.gguf", "two-00002-of-00002.gguf"):
+        (web / name).write_bytes(b"\0" * 1_000_000)
+    with web_store(web) as server:
+        names = [f"{server.address}/{name}" for name in ("llama", "one.gguf", "two-00001-of-00002.gguf")]
+        for name in names:
+            assert cli.main(["fetch", name, "--cache-dir", str(cache)]) == 0
+        secret = server.address.replace("http://", "http://user:word@")
+        assert cli.main(["fetch", f"{secret}/one.gguf", "--cache-dir", str(cache)]) == 0
+        listed = list_models(cache, capsys)
+        assert cli.main(["fetch", listed[0][0], "--cache-dir", str(cache)]) == 0
+    told = dict(listed)
+    (unnamed,) = told.keys() - set(names)
+    (cache / "stores" / "run").mkdir()
+    (cache / "stores" / "run" / "metadata.json").write_text("{}")
+    (cache / "stores" / "run" / ".address").write_text("gs://models/run/step-5")
+    assert "gs://models/run/step-5" in dict(list_models(cache, capsys))
+    assert [told[name] for name in names] == ["1 MB", "1 MB", "2 MB"]
+    assert "word" not in unnamed and cli.main(["fetch", unnamed]) == 0
 
 
 @pytest.fixture

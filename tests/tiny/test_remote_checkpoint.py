@@ -92,6 +92,7 @@ def test_of_a_checkpoint_in_the_older_layout_only_the_model_is_fetched(web: WebS
     found = cache.find_run(f"{web.address}/run", tokenizer=str(LLAMA))
     names = {str(path.relative_to(found.path)) for path in found.path.rglob("*") if path.is_file()}
     assert names == {
+        ".address",
         ".lock",
         "config.yaml",
         "metadata.json",
