@@ -46,9 +46,13 @@ class Cors:
             app.after_request(self._name_origin)
 
     def check_origin(self, what: str = "WebSocket") -> None:
-        """Raises `Forbidden` for an unlisted page: browsers open WebSockets and send forms without asking."""
+        """Raises `Forbidden` for an unlisted page: browsers open WebSockets and send forms without asking.
+
+        The server's own pages are known by a header of the browser that no page can set.
+        """
         origin = request.headers.get("Origin")
-        if origin is not None and not self._allows(origin):
+        is_own = request.headers.get("Sec-Fetch-Site") == "same-origin"
+        if origin is not None and not is_own and not self._allows(origin):
             raise Forbidden(f"This server accepts no {what} from pages of this origin; see --cors-origins.")
 
     def _allows(self, origin: str) -> bool:

@@ -175,8 +175,11 @@ def _operation(route: str, references: dict[Any, Any], settings: Settings, model
 
 
 def _form(operation: Operation) -> dict[str, Any]:
-    properties = {name: {"type": "string", "description": what} for name, what in operation.form.items()}
+    properties: dict[str, dict[str, Any]] = {}
+    for name, what in operation.form.items():
+        properties[name] = {"type": "string", "description": what}
     properties["file"]["format"] = "binary"
+    properties["purpose"]["examples"] = ["batch"]
     return {"type": "object", "properties": properties, "required": ["file", "purpose"]}
 
 

@@ -269,10 +269,11 @@ def test_requests_that_are_refused(app: App) -> None:
     assert app.client.get("/v1/files?after=none").status_code == 400
 
 
-def test_a_page_of_another_site_cannot_send_a_form(app: App) -> None:
-    form = {"purpose": "batch", "file": (io.BytesIO(b"x"), "x")}
-    reply = app.client.post("/v1/files", data=form, headers={"Origin": "https://elsewhere.example"})
-    assert reply.status_code == 403
+def test_a_page_of_another_site_cannot_send_a_form_and_the_servers_own_can(app: App) -> None:
+    for site, status in ((None, 403), ("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
+        headers = {"Origin": "https://elsewhere.example"} | ({"Sec-Fetch-Site": site} if site else {})
+        form = {"purpose": "batch", "file": (io.BytesIO(b"x"), "x")}
+        assert app.client.post("/v1/files", data=form, headers=headers).status_code == status
 
 
 def test_files_and_batches_belong_to_their_keys() -> None:

@@ -74,24 +74,78 @@ function quoted(text) {
   return `'${text.replaceAll("'", `'\\''`)}'`;
 }
 
-function command(method, path, body, needsKey) {
+/** A curl command; `sent` are the words that describe the body. */
+function command(method, path, sent, needsKey) {
   const words = ["curl"];
-  if (method === "POST") words.push("-X POST");
+  if (method !== "GET") words.push(`-X ${method}`);
   words.push(quoted(location.origin + path));
   if (needsKey) words.push('-H "Authorization: Bearer $LEVSERVE_API_KEY"');
-  if (body) words.push("-H 'Content-Type: application/json'", "-d " + quoted(body));
-  return words.join(" ");
+  return [...words, ...sent].join(" ");
 }
 
-async function send(method, path, body, output, button) {
+/** What the user can enter of a JSON body: its elements, curl's words for it, and what fetch sends. */
+function jsonBody(content, label) {
+  const editor = make("textarea", { "aria-label": label, spellcheck: "false" });
+  editor.value = JSON.stringify(content.example ?? {}, null, 2);
+  const shortened = () => {
+    try {
+      return JSON.stringify(JSON.parse(editor.value));
+    } catch {
+      return editor.value; // incomplete JSON is shown as it is
+    }
+  };
+  const words = () => (editor.value ? ["-H 'Content-Type: application/json'", `-d ${quoted(shortened())}`] : []);
+  return { elements: [editor], inputs: [editor], words, body: () => editor.value, type: "application/json" };
+}
+
+/** The same of a form, which may have files. Fields that are empty are not sent. */
+function formBody({ schema }) {
+  const fields = Object.entries(schema.properties).map(([name, field]) => {
+    const isFile = field.format === "binary";
+    const input = make("input", { name, type: isFile ? "file" : "text", placeholder: field.description });
+    if (!isFile) input.value = field.examples?.[0] ?? "";
+    return { name, input, isFile };
+  });
+  const elements = fields.map(({ name, input }) => make("p", {}, make("label", {}, `${name} `, input)));
+  const words = () =>
+    fields
+      .filter(({ input, isFile }) => isFile || input.value)
+      .map(({ name, input, isFile }) => `-F ${quoted(`${name}=${isFile ? fileWord(input.files[0]) : input.value}`)}`);
+  const body = () => {
+    const form = new FormData();
+    for (const { name, input, isFile } of fields) {
+      const value = isFile ? input.files[0] : input.value;
+      if (value) form.append(name, value);
+    }
+    return form;
+  };
+  return { elements, inputs: fields.map(({ input }) => input), words, body };
+}
+
+/** A file as curl's -F wants it; browsers do not tell its folder. */
+function fileWord(file) {
+  const name = file?.name ?? "FILE";
+  return /[;,"\\]/.test(name) ? `@"${name.replace(/["\\]/g, "\\$&")}"` : `@${name}`;
+}
+
+const NO_BODY = { elements: [], inputs: [], words: () => [], body: () => undefined };
+
+function bodyOf(operation, label) {
+  const content = operation.requestBody?.content ?? {};
+  if (content["application/json"]) return jsonBody(content["application/json"], label);
+  if (content["multipart/form-data"]) return formBody(content["multipart/form-data"]);
+  return NO_BODY;
+}
+
+async function send(method, path, { body, type }, output, button) {
   const headers = {};
   const key = byId("key").value.trim();
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (type) headers["Content-Type"] = type;
   output.textContent = "…";
   button.disabled = true;
   try {
-    const reply = await fetch(path, { method, headers, body });
+    const reply = await fetch(path, { method, headers, body: body() });
     output.textContent = `${reply.status} ${reply.statusText}\n`;
     const reader = reply.body.getReader();
     const decoder = new TextDecoder();
@@ -115,13 +169,8 @@ function tryForm(method, path, operation) {
   const fields = (operation.parameters ?? []).filter((one) => one.in !== "header");
   const inputs = fields.map((one) => make("input", { name: one.name, placeholder: one.description }));
   fields.forEach((one, index) => parts.push(make("p", {}, make("label", {}, `${one.name} `, inputs[index]))));
-  const content = operation.requestBody?.content["application/json"];
-  let editor = null;
-  if (content) {
-    editor = make("textarea", { "aria-label": `Body of ${method} ${path}`, spellcheck: "false" });
-    editor.value = JSON.stringify(content.example ?? {}, null, 2);
-    parts.push(editor);
-  }
+  const sent = bodyOf(operation, `Body of ${method} ${path}`);
+  parts.push(...sent.elements);
   const copy = make("pre", {});
   const output = make("pre", { hidden: "", role: "status" });
   const button = make("button", { type: "button" }, "Send");
@@ -135,19 +184,11 @@ function tryForm(method, path, operation) {
     });
     return query.size ? `${filled}?${query}` : filled;
   };
-  const show = () => {
-    let body = editor?.value;
-    try {
-      if (body !== undefined) body = JSON.stringify(JSON.parse(body));
-    } catch {
-      // incomplete JSON is shown as it is
-    }
-    copy.textContent = command(method, address(), body, operation.security.length > 0);
-  };
-  for (const input of [editor, ...inputs]) input?.addEventListener("input", show);
+  const show = () => (copy.textContent = command(method, address(), sent.words(), operation.security.length > 0));
+  for (const input of [...sent.inputs, ...inputs]) input.addEventListener("input", show);
   button.addEventListener("click", () => {
     output.hidden = false;
-    send(method, address(), editor?.value, output, button);
+    send(method, address(), sent, output, button);
   });
   show();
   return [make("h3", {}, "Try it"), ...parts, copy, button, output];
