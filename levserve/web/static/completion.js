@@ -4,7 +4,7 @@ import { ApiError } from "./api.js";
 import { find } from "./dom.js";
 import { soundFields, structureFields } from "./editors.js";
 import { describe, describeTimings, generate } from "./generate.js";
-import { currentModel } from "./models.js";
+import { currentModel, hasModel } from "./models.js";
 import { announce } from "./notice.js";
 import { numAlternatives, samplingFields } from "./sampling.js";
 import { read, write } from "./store.js";
@@ -48,7 +48,7 @@ function completionBody() {
 }
 
 async function complete() {
-  if (!structureFields("schema")) return;
+  if (!hasModel() || !structureFields("schema")) return;
   clear();
   controller = new AbortController();
   showRunning();

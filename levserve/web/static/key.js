@@ -19,7 +19,7 @@ function askForKey(message) {
   return waiting;
 }
 
-/** `onChange` runs after each change of the key. */
+/** `onChange` runs after each change of the key, whoever asked for it. */
 export function mountKey(onChange) {
   const dialog = find("key-dialog");
   const show = () => (find("key-open").textContent = hasKey() ? "API key: set" : "API key");
@@ -28,12 +28,12 @@ export function mountKey(onChange) {
     setKey(find("key-input").value.trim());
     show();
     dialog.close("saved");
+    onChange();
   });
   find("key-cancel").addEventListener("click", () => dialog.close("cancelled"));
   dialog.addEventListener("cancel", () => (dialog.returnValue = "cancelled"));
-  find("key-open").addEventListener("click", async () => {
-    const message = "The key is kept until this tab is closed. Leave it empty to forget it.";
-    if (await askForKey(message)) onChange();
+  find("key-open").addEventListener("click", () => {
+    askForKey("The key is kept until this tab is closed. Leave it empty to forget it.");
   });
   onKeyNeeded(askForKey);
   show();

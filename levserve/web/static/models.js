@@ -7,7 +7,18 @@ import { read, write } from "./store.js";
 const RETRY_MS = 1000;
 let models = [];
 
+let connect = () => {};
+
+/** `run` is called when a model is needed and none is known: the user may not have given the key. */
+export const onModelNeeded = (run) => (connect = run);
+
 export const currentModel = () => find("model").value;
+
+/** Whether a model can be asked. If not, the page connects again, which asks for the key where one is needed. */
+export function hasModel() {
+  if (!currentModel()) connect();
+  return currentModel() !== "";
+}
 
 export function mountModels() {
   find("model").addEventListener("change", () => {

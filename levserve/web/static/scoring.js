@@ -2,7 +2,7 @@
 
 import { ApiError, getJson } from "./api.js";
 import { button, element, find } from "./dom.js";
-import { currentModel } from "./models.js";
+import { currentModel, hasModel } from "./models.js";
 import { announce } from "./notice.js";
 import { read, write } from "./store.js";
 import { percent, tokenRow } from "./tokens.js";
@@ -54,6 +54,7 @@ function removeContinuation(item) {
 }
 
 async function score() {
+  if (!hasModel()) return;
   isRunning = true;
   find("score").disabled = true;
   find("scoring-error").hidden = true;
