@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
@@ -18,6 +20,9 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.browser import Browser, open_browser
 from tests.fake_server import ServerProcess
+
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webelement import WebElement
 
 pytestmark = pytest.mark.browser
 
@@ -186,6 +191,91 @@ def test_a_question_can_be_edited_and_asked_again(page: Browser) -> None:
     page.elements(".assistant footer button")[-1].click()
     page.wait_text(".assistant .note", "finished")
     assert len(page.elements(".message")) == 2
+
+
+def test_a_draft_comes_back_after_an_edited_question_is_sent(page: Browser) -> None:
+    ask(page, "one")
+    page.run("composer.value = 'a draft'")
+    page.element(".user footer button").click()
+    assert page.element("#composer").get_attribute("value") == "one"
+    page.element("#composer").send_keys(" more" + Keys.ENTER)
+    page.wait_text(".assistant .note", "finished")
+    assert page.text(".user .body") == "one more"
+    assert page.element("#composer").get_attribute("value") == "a draft"
+
+
+@pytest.fixture
+def second_tab(page: Browser, parrot: ServerProcess) -> Iterator[Callable[[int], None]]:
+    """Another tab with the page. The function shows the first tab (0) or the second (1)."""
+    page.driver.switch_to.new_window("tab")
+    page.open(parrot.url)
+    tabs = page.driver.window_handles
+    yield lambda number: page.driver.switch_to.window(tabs[number])
+    page.driver.switch_to.window(tabs[1])
+    assert page.errors() == []
+    page.driver.close()
+    page.driver.switch_to.window(tabs[0])
+
+
+def test_a_tab_shows_what_another_one_adds_to_the_conversation(
+    page: Browser, second_tab: Callable[[int], None], parrot: ServerProcess
+) -> None:
+    second_tab(0)
+    ask(page, "from the first")
+    second_tab(1)
+    page.open(parrot.url)
+    ask(page, "from the second")
+    second_tab(0)
+    page.wait(lambda: len(page.elements(".assistant footer")) == 2)
+    ask(page, "from the first again")
+    page.open(parrot.url)
+    asked = [one.text for one in page.elements(".user .body")]
+    assert asked == ["from the first", "from the second", "from the first again"]
+    assert len(page.elements(".choose")) == 1
+
+
+def test_two_tabs_that_answer_at_once_keep_both_answers(
+    page: Browser, second_tab: Callable[[int], None], parrot: ServerProcess
+) -> None:
+    second_tab(0)
+    ask(page, "start")
+    second_tab(1)
+    page.open(parrot.url)
+    say(page, "second " * 60)
+    page.wait_text(".assistant .body", "second")
+    second_tab(0)
+    page.wait(lambda: len(page.elements(".user")) == 2)
+    say(page, "first " * 60)
+    for number in (0, 1):
+        second_tab(number)
+        page.wait_text("#send", "Send")
+    second_tab(0)
+    page.open(parrot.url)
+    kept = page.run(
+        "return Object.entries(localStorage).filter(([name]) => name.startsWith('levserve.chat.')).map(([, text]) => text)"
+    )
+    answers = [
+        message["content"]
+        for text in kept
+        for message in json.loads(text)["messages"]
+        if message["role"] == "assistant"
+    ]
+    assert {("second " * 60).strip(), ("first " * 60).strip()} <= set(answers)
+
+
+def test_an_answer_of_thoughts_alone_stays(browser: Browser) -> None:
+    with ServerProcess("--served-model-name", "thinking-parrot") as process:
+        browser.open(process.wait_ready().url)
+        ask(browser, "<think>hm</think>")
+        assert len(browser.elements(".assistant")) == 1
+        browser.element(".assistant .thoughts summary").click()
+        assert browser.text(".assistant .thoughts-text") == "hm"
+        ask(browser, "yes")  # an answer without text is not sent back
+        assert browser.text(".assistant .body") == "yes"
+        browser.open(process.url)
+        assert len(browser.elements(".assistant")) == 2
+        assert browser.errors() == []
+        browser.run("localStorage.clear()")
 
 
 def test_everything_can_be_done_with_the_keyboard(page: Browser) -> None:
@@ -393,6 +483,40 @@ def test_an_endpoint_unfolds_to_its_fields_and_can_be_tried(docs: Browser) -> No
     assert status == "200 OK" and json.loads(answer)["choices"][0]["message"]["content"] == QUOTES
 
 
+def unfold(docs: Browser, method: str, path: str) -> WebElement:
+    """The inside of an operation, opened."""
+    script = (
+        "return [...document.querySelectorAll('.operation')].find((one) =>"
+        " one.querySelector('.method').innerText === arguments[0]"
+        " && one.querySelector('code').innerText === arguments[1])"
+    )
+    operation: WebElement = docs.run(script, method, path)
+    operation.find_element("css selector", "summary").click()
+    inside = operation.find_element("css selector", "summary + div")
+    docs.wait(inside.is_displayed)
+    return inside
+
+
+def test_the_commands_for_a_file_upload_and_delete_it(docs: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "it's; mine.jsonl"
+    file.write_text('{"custom_id": "a"}\n')
+    upload = unfold(docs, "POST", "/v1/files")
+    assert "-F 'file=@FILE' -F 'purpose=batch'" in upload.text
+    upload.find_element("css selector", "input[type=file]").send_keys(str(file))
+    upload.find_element("css selector", "button").click()
+    output = upload.find_element("css selector", "[role=status]")
+    docs.wait(lambda: '"id"' in output.text)
+    sent = json.loads(output.text.partition("\n")[2])
+    made = json.loads(run_curl(f"cd {tmp_path} && " + upload.find_element("css selector", "pre").text))
+    assert [one["filename"] for one in (sent, made)] == [file.name] * 2
+    for one in (sent, made):
+        delete = unfold(docs, "DELETE", "/v1/files/{id}")
+        delete.find_element("css selector", "input").clear()
+        delete.find_element("css selector", "input").send_keys(one["id"])
+        assert json.loads(run_curl(delete.find_element("css selector", "pre").text))["deleted"]
+        docs.run("arguments[0].parentElement.open = false", delete)
+
+
 def test_light_dark_and_a_phone(page: Browser) -> None:
     def ground() -> str:
         return str(page.run("return getComputedStyle(document.documentElement).backgroundColor"))
@@ -433,6 +557,26 @@ def test_the_key_is_asked_for_until_it_is_right_and_forgotten_with_the_tab(
     browser.element("#code-close").click()
     assert KEY not in curl
     assert "data: [DONE]" in run_curl(curl, LEVSERVE_API_KEY=KEY)
+    assert [error for error in browser.errors() if "401" not in error] == []
+
+
+def test_a_key_that_is_given_late_connects_the_page(browser: Browser, guarded: ServerProcess) -> None:
+    browser.driver.get(f"{guarded.url}/static/icon.svg")
+    browser.run("sessionStorage.clear(); localStorage.clear()")
+    browser.driver.get(guarded.url)
+    browser.wait_text("#key-message", "This server asks for an API key.")
+    browser.element("#key-cancel").click()
+    browser.wait_text("#status", "API key")
+    browser.wait(lambda: browser.text("#metrics-error") != "")
+    say(browser, "t17")
+    browser.wait(browser.element("#key-dialog").is_displayed)
+    browser.element("#key-input").send_keys(KEY + Keys.ENTER)
+    browser.wait(lambda: browser.text("#model") == "toy")
+    browser.wait(lambda: browser.text("#metrics-error") == "")
+    browser.element("#composer").send_keys(Keys.ENTER)  # the question has waited there
+    browser.wait_text(".assistant .note", "out")
+    assert browser.text(".user .body") == "t17"
+    assert not browser.element("#status").is_displayed()
     assert [error for error in browser.errors() if "401" not in error] == []
 
 

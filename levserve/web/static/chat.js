@@ -10,12 +10,13 @@ import {
   deleteConversation,
   listConversations,
   newConversation,
+  readConversation,
   restoreConversation,
   saveConversation,
   titleOf,
 } from "./history.js";
 import { render } from "./markdown.js";
-import { currentModel } from "./models.js";
+import { currentModel, hasModel } from "./models.js";
 import { announce, notify } from "./notice.js";
 import { numAlternatives, samplingFields } from "./sampling.js";
 import { read, write } from "./store.js";
@@ -29,6 +30,8 @@ let conversation = newConversation(read("system", ""));
 let running = null; // {conversation, message, controller} of the answer that is being written
 const deleted = new Set(); // ids of conversations that an answer, still being written, must not bring back
 const views = new WeakMap(); // the view of each message that is on the screen
+let setAside = ""; // what was in the composer when a question was moved there; it comes back after Send
+let edited = ""; // the question that was moved there
 const tokensOf = new WeakMap(); // kept until the page is closed: they would fill the browser's storage
 
 export function mountChat(showTab) {
@@ -57,7 +60,7 @@ export function mountChat(showTab) {
   });
   find("conversations").addEventListener("click", () => showTab("chat"));
   find("delete-all").addEventListener("click", deleteAll);
-  addEventListener("storage", showList); // another tab has changed the list
+  addEventListener("storage", takeChanges); // another tab has changed a conversation
   addEventListener("pagehide", () => running && keep(running.conversation));
   const known = listConversations();
   open(known.find(({ id }) => id === read("open", "")) ?? conversation);
@@ -88,10 +91,11 @@ function chatBody(system, messages) {
 
 function send() {
   const content = find("composer").value.trim();
-  if (!content || !structureFields("schema", "tools")) return;
+  if (!content || !hasModel() || !structureFields("schema", "tools")) return;
   const message = { role: "user", content };
   conversation.messages.push(message);
-  find("composer").value = "";
+  find("composer").value = setAside;
+  setAside = edited = "";
   fitComposer();
   find("messages").querySelector(".error")?.remove();
   show(message);
@@ -100,7 +104,7 @@ function send() {
 
 /** Continues after tool calls, with the results that the user entered. */
 function sendResults({ calls }, texts) {
-  if (running || !structureFields("schema", "tools")) return;
+  if (running || !hasModel() || !structureFields("schema", "tools")) return;
   const results = calls.map(({ id, name }, index) => ({ role: "tool", callId: id, name, content: texts[index] }));
   conversation.messages.push(...results);
   showMessages();
@@ -112,17 +116,19 @@ function stop() {
 }
 
 function tryAgain() {
-  if (running || !structureFields("schema", "tools")) return;
+  if (running || !hasModel() || !structureFields("schema", "tools")) return;
   const lastQuestion = conversation.messages.findLastIndex(isAsked);
   conversation.messages.length = lastQuestion + 1;
   showMessages();
   answer();
 }
 
-/** Moves a question back into the composer and removes everything after it. */
+/** Moves a question back into the composer and removes everything after it. A draft there is set aside. */
 function edit(message) {
   if (running?.conversation === conversation) stop();
-  find("composer").value = message.content;
+  const draft = find("composer").value;
+  if (draft.trim() && draft !== edited) setAside = setAside ? `${setAside}\n${draft}` : draft;
+  find("composer").value = edited = message.content;
   conversation.messages.length = conversation.messages.indexOf(message);
   save(conversation);
   showMessages();
@@ -212,11 +218,12 @@ function grow(message, text, tokens, delta) {
   });
 }
 
-/** Ends an answer: leaves out an empty one, and shows the error if there was one. */
+/** Ends an answer: leaves out an empty one, and shows the error if there was one. Thoughts alone are kept. */
 function end(answered, message) {
   const { error } = message;
   delete message.error;
-  if (message.content === "" && !message.calls) answered.messages = answered.messages.filter((other) => other !== message);
+  const isEmpty = message.content === "" && !message.calls && !message.thoughts;
+  if (isEmpty) answered.messages = answered.messages.filter((other) => other !== message);
   save(answered);
   showRunning();
   if (answered !== conversation) return;
@@ -231,7 +238,28 @@ function save(changed) {
 
 /** Saves a conversation that was not deleted; false if the browser has no room. */
 function keep(changed) {
-  return deleted.has(changed.id) || saveConversation(changed);
+  if (deleted.has(changed.id)) return true;
+  const isSaved = saveConversation(changed);
+  if (changed === conversation) write("open", changed.id); // saving may have made it a copy
+  return isSaved;
+}
+
+/** Shows what another tab has written to the open conversation, unless an answer is being written to it here. */
+function takeChanges() {
+  const stored = readConversation(conversation.id);
+  if (stored && stored.version !== conversation.version && running?.conversation !== conversation) {
+    const { messages } = conversation;
+    const isSame = (message, index) => JSON.stringify(message) === JSON.stringify(messages[index]);
+    const firstNew = stored.messages.findIndex((message, index) => !isSame(message, index));
+    const numSame = firstNew < 0 ? stored.messages.length : firstNew;
+    messages.slice(numSame).forEach((message) => views.get(message)?.element.remove());
+    stored.messages.splice(0, numSame, ...messages.slice(0, numSame));
+    conversation = stored;
+    find("system").value = conversation.system ?? "";
+    conversation.messages.slice(Math.max(0, numSame - 1)).forEach(show); // the last one that stays has other buttons
+    find("welcome").hidden = conversation.messages.length > 0;
+  }
+  showList();
 }
 
 // What is shown

@@ -1,6 +1,7 @@
 // The conversations that this browser keeps. Each has an entry of its own, so that two open pages do not overwrite
-// each other's. A conversation is {id, updated, system, messages}; a message is {role, content, note},
-// an answer may also have {thoughts, calls: [{id, name, arguments}]}, and the result of a tool has {callId, name}.
+// each other's. A conversation that another page has changed since it was read is saved as a copy, so that both are kept.
+// A conversation is {id, version, updated, system, messages}, where version changes with every save; a message is
+// {role, content, note}, an answer may also have {thoughts, calls: [{id, name, arguments}]}, and the result of a tool has {callId, name}.
 
 import { names, read, remove, write } from "./store.js";
 
@@ -8,15 +9,19 @@ const START = "chat.";
 const TITLE_LENGTH = 60;
 
 export function newConversation(system = "") {
-  // randomUUID exists only over HTTPS and on localhost.
-  const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-  return { id, updated: Date.now(), system, messages: [] };
+  return { id: newId(), version: "", updated: Date.now(), system, messages: [] };
 }
 
 /** All conversations, the latest first; corrupt entries are left out. */
 export function listConversations() {
   const found = names(START).map((name) => read(name, null));
   return found.filter(isConversation).sort((one, other) => other.updated - one.updated);
+}
+
+/** The conversation of this id as it is stored; null if there is none. */
+export function readConversation(id) {
+  const found = read(START + id, null);
+  return isConversation(found) ? found : null;
 }
 
 /** Saves a conversation as the latest one; false if the browser has no room. */
@@ -27,7 +32,13 @@ export function saveConversation(conversation) {
 
 /** Saves without making it the latest one. */
 export function restoreConversation(conversation) {
-  return write(START + conversation.id, conversation);
+  const stored = readConversation(conversation.id);
+  if (stored && stored.version !== conversation.version) conversation.id = newId();
+  const before = conversation.version;
+  conversation.version = newId();
+  const isSaved = write(START + conversation.id, conversation);
+  if (!isSaved) conversation.version = before; // what is stored is still the one before
+  return isSaved;
 }
 
 export function deleteConversation(conversation) {
@@ -39,6 +50,11 @@ export function titleOf(conversation) {
   const line = (first?.content ?? "").trim().replace(/\s+/g, " ");
   if (!line) return "New conversation";
   return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line;
+}
+
+function newId() {
+  // randomUUID exists only over HTTPS and on localhost.
+  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
 }
 
 function isConversation(found) {
