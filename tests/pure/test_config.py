@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from levserve import __version__
+from levserve.errors import ConfigError
 from levserve.settings.parse import parse_settings
+from levserve.settings.program import make_settings
 from levserve.settings.settings import SETTINGS, Settings
 
 MIB = 2**20
@@ -616,6 +618,20 @@ def test_two_models_may_not_share_a_name(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         parse_settings(["--config", path], {})
     assert "another model already has the name 'b'" in capsys.readouterr().err
+
+
+def test_a_program_may_name_the_files_that_a_server_reads(tmp_path: Path) -> None:
+    path = serve_ini(
+        tmp_path, "[server]\nport = 7001\n[engine]\npage-size = 64\nmax-running = 3\nthreads = 2\n"
+    )
+    (tmp_path / "other.env").write_text("LEVSERVE_MAX_RUNNING=4\nLEVSERVE_THREADS=5\n")
+    files = {"config": path, "env_file": tmp_path / "other.env"}
+    settings = make_settings({**files, "threads": 6}, {})
+    assert (settings.page_size, settings.max_running, settings.threads) == (64, 4, 6)
+    assert settings.sources["max_running"].endswith("other.env")
+    assert make_settings({"config": None, "env_file": None}, {}).max_running == Settings().max_running
+    with pytest.raises(ConfigError, match="--config: cannot read 'nowhere.ini'"):
+        make_settings({"config": "nowhere.ini"}, {})
 
 
 def test_credentials_need_the_origins_by_name(capsys: pytest.CaptureFixture[str]) -> None:
