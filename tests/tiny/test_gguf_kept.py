@@ -39,7 +39,7 @@ OF_FOUR_BITS = Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16)
 
 
 @pytest.mark.parametrize("in_lanes", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind, form in FORMS.items() if form.num_axes == 2])
+@pytest.mark.parametrize("kind", [kind for kind, form in FORMS.items() if 2 in form.axes])
 def test_every_number_is_the_one_that_the_file_means(kind: Kind, in_lanes: bool, tmp_path: Path) -> None:
     """Scales of 256 values are rounded to 16 bits: one part in 2,048. Rows are put in order as well."""
     stored = {"blk.0.attn_q.weight": (random_blocks(kind, 32, 2 if kind in K_KINDS else 16), kind)}
@@ -76,14 +76,14 @@ def on_device(tensor: PackedTensor, in_lanes: bool) -> PackedMatrix:
     return PackedMatrix.from_arrays({end: jnp.asarray(part) for end, part in parts.items()}, scheme, axes)
 
 
-def quantized_file(folder: Path, kinds: dict[str, Kind], others: Kind) -> Path:
-    """The golden Llama with its matrices in `others`, except those whose names end in a key of `kinds`."""
-    tensors = tensors_of("llama")
+def quantized_file(folder: Path, kinds: dict[str, Kind], others: Kind, family: str = "llama") -> Path:
+    """A golden model with its matrices in `others`, except those whose names end in a key of `kinds`."""
+    tensors = tensors_of(family)
     for name, (tensor, _) in tensors.items():
-        if tensor.ndim == 2:
+        if tensor.ndim > 1 and not name.endswith("ffn_gate_inp.weight"):
             kind = next((kind for end, kind in kinds.items() if name.endswith(end)), others)
             tensors[name] = (quants.quantize(tensor, kind), kind)
-    return write_gguf(folder / "model.gguf", metadata_of("llama"), tensors)
+    return write_gguf(folder / "model.gguf", metadata_of(family), tensors)
 
 
 def check_numbers(path: Path, config: ModelConfig, kept: Kept) -> None:
@@ -160,6 +160,15 @@ def test_an_engine_that_keeps_the_bits_writes_the_text_of_the_widened_file(tmp_p
             texts.append([list(result.tokens) for result in results])
     assert texts[0] == texts[1]
     assert all(len(tokens) == 24 for tokens in texts[1])
+
+
+def test_experts_stay_in_their_bits_too(tmp_path: Path) -> None:
+    path = quantized_file(tmp_path, {"ffn_up_exps.weight": Kind.Q8_0}, Kind.Q4_1, "qwen3-moe")
+    config = read_config(path)
+    schemes = read_schemes(path, config, 1)
+    assert schemes["layers.0.experts_down"] == OF_FOUR_BITS
+    assert schemes["layers.0.experts_gate_up"] == Scheme(Code.INT8, 32, has_offsets=True, scale=FLOAT16)
+    check_numbers(path, config, Kept(tuple(schemes.items()), FLOAT32))
 
 
 def test_experts_in_mxfp4_stay_in_it(tmp_path: Path) -> None:

@@ -144,6 +144,21 @@ def test_experts_are_chosen_as_by_xla_and_none_for_padding(
     np.testing.assert_allclose(got.weights, wanted.weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_token_with_scores_that_are_not_finite_has_no_expert_twice_and_no_finite_weight(
+    wrong: float,
+) -> None:
+    """Otherwise it would have a slot in a tile that is never filled."""
+    scores = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
+    good = choose_experts(scores, np.ones(40, bool), rule_of(8, 3), interpret=True)
+    scores[5], scores[6, 2] = np.nan, wrong
+    found = choose_experts(scores, np.ones(40, bool), rule_of(8, 3), interpret=True)
+    assert all(len(set(row)) == 3 for row in np.asarray(found.experts).tolist())
+    assert not np.isfinite(np.asarray(found.weights)[5:7]).any()
+    others = [*range(5), *range(7, 40)]
+    np.testing.assert_array_equal(np.asarray(found.weights)[others], np.asarray(good.weights)[others])
+
+
 @pytest.mark.parametrize(
     ("chosen", "pairs_per_step"), [("any", 1024), ("any", 32), ("first", 32), ("last", 1024), ("none", 1024)]
 )

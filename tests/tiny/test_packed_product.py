@@ -93,7 +93,7 @@ def run_assembly(text: str, num_results: int, word: int, zeros: int) -> list[flo
     """The values in the results of PTX that uses only the instructions below."""
     registers = {f"${number}": 0 for number in range(num_results)} | {f"${num_results}": word}
     registers |= {f"${num_results + 1 + number}": zeros for number in range(num_results)}
-    body = text.removeprefix("{ .reg .b32 w, a, c; ").removesuffix(" }")
+    body = text.removeprefix("{ .reg .b32 w, a, c, k; ").removesuffix(" }")
     for line in filter(None, map(str.strip, body.split(";"))):
         name, rest = line.split(" ", 1)
         into, *operands = (each.strip() for each in rest.split(","))
@@ -108,9 +108,9 @@ def select_bytes(first: int, second: int, selector: int) -> int:
     return int.from_bytes(bytes(all_bytes[selector >> 4 * number & 7] for number in range(4)), "little")
 
 
-def on_pairs(first: int, second: int, sign: str) -> int:
-    left, right = (np.asarray([word], np.uint32).view(ml_dtypes.bfloat16) for word in (first, second))
-    result = left.astype(np.float32) * right if sign == "*" else left.astype(np.float32) - right
+def multiply_and_add(first: int, second: int, third: int) -> int:
+    x, y, z = (np.asarray([word], np.uint32).view(ml_dtypes.bfloat16) for word in (first, second, third))
+    result = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
     return int(result.astype(ml_dtypes.bfloat16).view(np.uint32)[0])
 
 
@@ -127,6 +127,5 @@ INSTRUCTIONS = {
     "shl.b32": lambda value, count: value << count,
     "lop3.b32": combine,
     "prmt.b32": select_bytes,
-    "sub.rn.bf16x2": lambda first, second: on_pairs(first, second, "-"),
-    "mul.rn.bf16x2": lambda first, second: on_pairs(first, second, "*"),
+    "fma.rn.bf16x2": multiply_and_add,
 }

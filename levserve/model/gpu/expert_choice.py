@@ -19,6 +19,8 @@ from levserve.model.gpu.paged_attention import power_of_two
 
 TOKENS = 4
 """Tokens per program, each with one warp."""
+LOWEST = -3e38
+"""Below every score, but above the minus infinity of experts that are chosen already."""
 
 
 def is_plain(routing: Routing) -> bool:
@@ -60,6 +62,9 @@ def _kernel(
     number = lax.broadcasted_iota(jnp.int32, (TOKENS, power_of_two(num_experts)), 1)
     mask = is_there[:, None] & (number < num_experts)
     left = plgpu.load(score_ref.at[tokens[:, None], number], mask=mask, other=-jnp.inf)
+    # A token has no expert twice, even if its scores are NaN; then its weights are too.
+    poison = 0.0 * jnp.where(mask, left, 0.0).sum(1)
+    left = jnp.where(left == left, left, LOWEST)
     top = left.max(1)
     total = jnp.exp(left - top[:, None]).sum(1)
     experts, weights = [], []
@@ -73,4 +78,4 @@ def _kernel(
         total = functools.reduce(jnp.add, weights)
     for place, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
         plgpu.store(expert_ref.at[tokens, place], expert, mask=is_there)
-        plgpu.store(weight_ref.at[tokens, place], weight / total, mask=is_there)
+        plgpu.store(weight_ref.at[tokens, place], weight / total + poison, mask=is_there)

@@ -19,6 +19,10 @@ UINT4_OFFSET = 128
 """What widening adds to a code of `UINT4`; the zero point, which is subtracted then, must include it."""
 
 
+MINUS_ONE, MINUS_ZERO = "0xBF80BF80", "0x80008000"
+"""-1 and -0 as bfloat16, twice."""
+
+
 class Steps(NamedTuple):
     """Instructions that widen two codes."""
 
@@ -28,28 +32,35 @@ class Steps(NamedTuple):
     """Whether the code is in the higher byte."""
     compute: str
     """Computes the result `{out}` from `a`, which has both codes; may use `c`. `{zero}` has the value to
-    subtract, twice."""
+    subtract, twice, and `k` has `constant`. Fused multiply-adds take the place of sums and products, which
+    GPUs before Hopper do not have for bfloat16."""
+    constant: str
 
 
 STEPS = {
-    Code.UINT4: Steps("0x43434343", False, "and.b32 a, a, 0xFF0FFF0F; sub.rn.bf16x2 {out}, a, {zero};"),
+    Code.UINT4: Steps(
+        "0x43434343", False, "and.b32 a, a, 0xFF0FFF0F; fma.rn.bf16x2 {out}, {zero}, k, a;", MINUS_ONE
+    ),
     # The eighth bit turns the 128 that is subtracted into 256.
     Code.INT8: Steps(
         "0x43434343",
         False,
-        "and.b32 c, a, 0xFF80FF80; and.b32 a, a, 0xFF7FFF7F; sub.rn.bf16x2 {out}, a, c;",
+        "and.b32 c, a, 0xFF80FF80; and.b32 a, a, 0xFF7FFF7F; fma.rn.bf16x2 {out}, c, k, a;",
+        MINUS_ONE,
     ),
     Code.FP8: Steps(
         "0",
         True,
         "and.b32 c, a, 0x80008000; shr.b32 a, a, 4; lop3.b32 a, a, 0x07F007F0, c, 0xEA; "
-        "mov.b32 c, 0x7B807B80; mul.rn.bf16x2 {out}, a, c;",  # 2 ** 120
+        "mov.b32 c, 0x7B807B80; fma.rn.bf16x2 {out}, a, c, k;",  # 2 ** 120
+        MINUS_ZERO,
     ),
     Code.E2M1: Steps(
         "0",
         True,
         "and.b32 c, a, 0x80008000; shr.b32 a, a, 6; lop3.b32 a, a, 0x01C001C0, c, 0xEA; "
-        "mov.b32 c, 0x7E807E80; mul.rn.bf16x2 {out}, a, c;",  # 2 ** 126
+        "mov.b32 c, 0x7E807E80; fma.rn.bf16x2 {out}, a, c, k;",  # 2 ** 126
+        MINUS_ZERO,
     ),
 }
 LOW_SELECTORS = ("0x4140", "0x4342")
@@ -64,6 +75,7 @@ def assembly(code: Code, is_second: bool, pack: int) -> str:
     """
     steps, count = STEPS[code], pack // 2
     lines = [f"cvt.u32.u16 w, ${count};" if pack == 2 else f"mov.b32 w, ${count};"]
+    lines.append(f"mov.b32 k, {steps.constant};")
     if code is Code.UINT4 and is_second:
         lines.append("shr.b32 w, w, 4;")
     if code is Code.E2M1 and not is_second:
@@ -72,7 +84,7 @@ def assembly(code: Code, is_second: bool, pack: int) -> str:
     for number in range(count):
         lines.append(f"prmt.b32 a, w, {steps.beside}, {selectors[number]};")
         lines.append(steps.compute.format(out=f"${number}", zero=f"${count + 1 + number}"))
-    return "{ .reg .b32 w, a, c; " + " ".join(lines) + " }"
+    return "{ .reg .b32 w, a, c, k; " + " ".join(lines) + " }"
 
 
 def unpack(codes: jax.Array, code: Code, zeros: tuple[jax.Array, ...], pack: int) -> tuple[jax.Array, ...]:

@@ -34,8 +34,8 @@ class Form:
     codes: Callable[[Bytes], Array]
     scales: Callable[[Bytes], Array]
     offsets: Callable[[Bytes], Array] | None = None
-    num_axes: int = 2
-    """Axes of the tensors that stay quantized. Those of experts have three, and stay only in MXFP4."""
+    axes: tuple[int, ...] = (2, 3)
+    """How many axes the tensors that stay quantized have: a matrix has two, and those of experts three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Blocks(PackedTensor):
 def open_blocks(kind: Kind, whole: StoredTensor, read_rows: Callable[[int, int], Bytes]) -> StoredTensor:
     """The tensor in a form that can stay quantized, if its kind can; `read_rows` reads [row, byte]."""
     form = FORMS.get(kind)
-    if form is None or len(whole.shape) != form.num_axes:
+    if form is None or len(whole.shape) not in form.axes:
         return whole
     *outer, num_inputs = whole.shape
     _, block_bytes = GGML_QUANT_SIZES[kind]
@@ -147,6 +147,6 @@ FORMS = {
         Scheme(Code.E2M1, 32, scale=jnp.dtype(jnp.uint8)),
         lambda blocks: _nibbles(1, 16, blocks),
         lambda blocks: blocks[:, :1],
-        num_axes=3,
+        axes=(3,),
     ),
 }

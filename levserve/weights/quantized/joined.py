@@ -47,7 +47,9 @@ def as_joined(tensor: PackedTensor, scheme: Scheme) -> PackedTensor:
     times, groups = own.columns // scheme.columns, scheme.num_groups(tensor.shape[-1])
 
     def of_groups(read: Callable[[int, int], Array]) -> Rows:
-        return Rows((tensor.shape[0], groups), lambda *rows: np.repeat(read(*rows), times, -1)[:, :groups])
+        return Rows(
+            (*tensor.shape[:-1], groups), lambda *rows: np.repeat(read(*rows), times, -1)[..., :groups]
+        )
 
     def no_offsets(start: int, stop: int) -> Array:
         return np.zeros_like(tensor.scales.read(start, stop))
