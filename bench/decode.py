@@ -5,6 +5,7 @@ machine's own floor.
     python bench/decode.py --shape llama-1b --rows 2 64 256 --context 576 --steps 16
     python bench/decode.py --shape llama-8b --rows 64 --context 576 --steps 16 --quantize fp8 --kv-dtype fp8
     python bench/decode.py --shape llama-8b --rows 2 64 --context 576 --steps 16 --quantize w4
+    python bench/decode.py --shape gpt-oss-20b --rows 2 64 256 --context 576 --steps 16 --quantize mxfp4
     python bench/decode.py --shape qwen3-30b-a3b --rows 2 64 256 --context 576 --steps 16 --chunks 512 --prompts 8
 
 Weights are random, so any shape can be measured without its checkpoint; the programs are the ones the
@@ -40,7 +41,7 @@ from levserve.jit.target import AMX, detect_target
 from levserve.model import cache
 from levserve.model.backend import Backend
 from levserve.model.balance import BALANCE, can_balance
-from levserve.model.config import ModelConfig
+from levserve.model.config import Activation, ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
@@ -73,6 +74,20 @@ SHAPES = {
         num_experts=128,
         experts_per_token=8,
     ),
+    "gpt-oss-20b": ModelConfig(
+        *(201088, 2880, 2880, 24, 64, 8, 64, 1e-5, 150_000.0, 131_072, False),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        router_bias=True,
+        has_sinks=True,
+        windows=(128, None) * 12,
+        activation=Activation.GELU_QUICK,
+        gate_limit=7.0,
+        up_offset=1.0,
+        num_experts=32,
+        experts_per_token=4,
+    ),
     # Eight of Mixtral's 32 layers.
     "mixtral-8-layers": ModelConfig(
         *(32000, 4096, 14336, 8, 32, 8, 128, 1e-5, 1e6, 32768, False), num_experts=8, experts_per_token=2
@@ -100,13 +115,13 @@ def main() -> None:
         f"{options.shape} in {kind}, on {device.device_kind}, jax {jax.__version__}; "
         f"memory reads {bandwidth / 1e9:.1f} GB/s, products of {factors} make {measure_products(factors) / 1e9:.0f} GFLOP/s"
     )
-    runner, sizes = build(config, dtype, device.platform, options)
+    runner, sizes, expert_bytes = build(config, dtype, device.platform, options)
     for rows in options.rows:
         # Nothing is prefilled, so the rows' first tokens are put where prefill would leave them.
         firsts = jnp.asarray(random_tokens(config, sizes.rows, rows), jnp.int32)
         runner._state = runner._state._replace(last_tokens=firsts)
         step_seconds = measure_decode(runner, sizes, rows, options)
-        weight_bytes = sizes.weight_bytes - round(num_unread_weights(config, rows) * dtype.itemsize)
+        weight_bytes = sizes.weight_bytes - round(share_unread(config, rows) * expert_bytes)
         kv_bytes = rows * options.context * sizes.page_bytes // PAGE_SIZE
         floor = (weight_bytes + kv_bytes) / bandwidth
         flops = rows * (
@@ -145,16 +160,15 @@ def num_weights(config: ModelConfig) -> float:
     return sum(
         math.prod(shape) * (1 if len(shape) == 2 else share)
         for name, shape in parameter_shapes(config).items()
-        if len(shape) > 1 and name not in ("embed", "head")
+        if len(shape) > 1 and name not in ("embed", "head") and not name.endswith("_bias")
     )
 
 
-def num_unread_weights(config: ModelConfig, rows: int) -> float:
-    """Expected number of parameters in experts that no row chooses, if rows choose at random."""
+def share_unread(config: ModelConfig, rows: int) -> float:
+    """The expected share of the experts that no row chooses, if rows choose at random."""
     if not config.num_experts:
         return 0.0
-    share = (1 - config.experts_per_token / config.num_experts) ** rows
-    return share * sum(math.prod(shape) for shape in parameter_shapes(config).values() if len(shape) == 3)
+    return (1 - config.experts_per_token / config.num_experts) ** rows
 
 
 def num_head_weights(config: ModelConfig) -> int:
@@ -168,7 +182,8 @@ def num_attention_flops(config: ModelConfig, context: float) -> float:
 
 def build(
     config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace
-) -> tuple[Runner, Sizes]:
+) -> tuple[Runner, Sizes, int]:
+    """Also gives the bytes of the experts' matrices."""
     in_four_bits = options.quantize == FOUR_BITS_NAME
     narrow = NARROW.get(BLOCKS_NAME if in_four_bits else options.quantize)
     kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
@@ -198,7 +213,8 @@ def build(
     weight_bytes = sum(array.nbytes for array in arrays.values())
     sizes = plan_sizes(config, backend, storage, weight_bytes, options)
     blueprint = Blueprint(config, backend, quantization)
-    return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes
+    expert_bytes = sum(array.nbytes for name, array in arrays.items() if ".experts_" in name)
+    return Runner(blueprint, arrays, sizes, storage, Metrics()), sizes, expert_bytes
 
 
 def plan_sizes(
@@ -248,7 +264,7 @@ def random_arrays(
         if name in schemes:
             parts = random_parts(key, schemes[name], shape, 0.02)
             arrays |= {name + end: part for end, part in parts.items()}
-        elif len(shape) == 1:
+        elif len(shape) == 1 or name.endswith("_bias"):
             arrays[name] = jnp.ones(shape, jnp.float32)
         elif quantization is None or not is_quantized(name):
             arrays[name] = random_matrix(key, shape, dtype, 0.02)

@@ -41,6 +41,7 @@ def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
     for array, shape in parameter_shapes(config).items():
         kind = array.rsplit(".", 1)[-1]
         is_left = kind in ("embed", "positions", "router") or (kind == "head" and name not in ALSO_HEAD)
+        is_left |= name == "mxfp4" and config.num_experts > 0 and len(shape) == 2  # as in gpt-oss
         if len(shape) > 1 and not is_left and not kind.endswith("_bias"):
             scheme = SCHEMES[name]
             # As in `weights/quantized/fp8.py`: not if the last group would be smaller.

@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace) -> None:
     )
     flags = ["--rows", *map(str, options.rows), "--quantize", options.quantize, "--context", "256"]
     settings = decode._parser().parse_args([*flags, "--shape", options.shape, "--repeats", "3"])
-    runner, sizes = decode.build(config, jnp.dtype(jnp.bfloat16), "cpu", settings)
+    runner, sizes, _ = decode.build(config, jnp.dtype(jnp.bfloat16), "cpu", settings)
     if options.pin:
         pin_threads()
     matrices = matrix_bytes(options.shape, options.quantize)

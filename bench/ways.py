@@ -67,7 +67,7 @@ class Steps:
         self._options = decode._parser().parse_args([*flags, *map(str, rows)])
         config = decode.SHAPES[shape]
         with patch.object(decode, "random_arrays", _random_arrays):
-            self._runner, self._sizes = decode.build(config, jnp.dtype(jnp.bfloat16), "cpu", self._options)
+            self._runner, self._sizes, _ = decode.build(config, jnp.dtype(jnp.bfloat16), "cpu", self._options)
         self._runner.programs.compile_only([Shape(size, Mode.GREEDY) for size in self._sizes.row_sizes])
         for count in rows:
             self.measure(count)
