@@ -180,17 +180,19 @@ def plan_sizes(
     draft_weight_bytes: int = 0,
     draft_page_bytes: int = 0,
     byte_pages: Sequence[int] = (),
+    scratch_bytes: int = 0,
 ) -> Sizes:
     """Plans for `free_bytes` that the weights leave; raises `ConfigError` for settings that do not fit.
 
     All bytes are per device, except `peak_bytes`, the most of the host's memory that the process has taken so
     far. Those of a draft model are included in the others. `byte_pages` has the bytes of a page in one layer,
-    for each model whose keys and values take a byte each.
+    for each model whose keys and values take a byte each. KV pages leave `scratch_bytes` free.
     """
     max_seq_len = settings.max_seq_len or max_position
     if max_seq_len > max_position:
         raise ConfigError(f"--max-seq-len {max_seq_len} is more than the model's {max_position} positions")
-    num_fitting = _num_pages(settings, traits, free_bytes, rows, max_seq_len, page_bytes)
+    left = max(free_bytes - scratch_bytes, 0)
+    num_fitting = _num_pages(settings, traits, left, rows, max_seq_len, page_bytes)
     num_pages = _num_addressed(num_fitting, byte_pages) if traits.has_short_offsets else num_fitting
     room = num_pages * settings.page_size
     if room < max_seq_len:

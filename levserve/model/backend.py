@@ -113,6 +113,9 @@ class Mixture(ExpertLayer, Protocol):
     def dtype(self) -> jnp.dtype:
         """The type in which they are multiplied."""
 
+    def widened(self) -> Mixture:
+        """The same with packed matrices widened."""
+
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:
         """The biases of these matrices, float32 [expert, 2 * mlp] and [expert, embed], if there are any."""
@@ -231,6 +234,10 @@ class Backend(ABC):
     ) -> Fp8Rows | None:
         """A feed-forward part's first product x [row, gate_up], activated and rounded likewise."""
         return None
+
+    def scratch_bytes(self, config: ModelConfig, schemes: Mapping[str, Scheme]) -> int:
+        """Memory for matrices in these schemes that are widened while a prompt is computed."""
+        return 0
 
     def run_layers(
         self,

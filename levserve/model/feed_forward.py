@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import equinox as eqx
 import haliax as hax
@@ -127,6 +128,10 @@ class Experts(eqx.Module):
             assert gate_up.widened is not None
             return gate_up.widened
         return gate_up.weight.dtype
+
+    def widened(self) -> Experts:
+        gate_up, down = self.stacked.gate_up.in_widened_type(), self.stacked.down.in_widened_type()
+        return replace(self, stacked=replace(self.stacked, gate_up=gate_up, down=down))
 
     @property
     def biases(self) -> tuple[jax.Array, jax.Array] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -142,6 +144,13 @@ class Linear(eqx.Module):
         others, rows = self._rows_of(x, In.name)
         y = product(rows, num_used)
         return hax.named(y.reshape([axis.size for axis in (*others, Out)]), (*others, Out))
+
+    def in_widened_type(self) -> Linear:
+        """The same with a packed matrix widened; for products that round no activations."""
+        if not isinstance(self.weight, PackedMatrix):
+            return self
+        assert self.widened is not None and not self.weight.scheme.rounds_rows
+        return replace(self, weight=self.weight.widen(self.widened), widened=None)
 
     def of_expert(self, number: jax.Array) -> Linear:
         """One of the matrices of a weight [expert, out, in], with its bias."""

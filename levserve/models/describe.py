@@ -200,7 +200,16 @@ class Description:
             draft_weight_bytes=0 if self.draft is None else self.draft.expected_weight_bytes,
             draft_page_bytes=0 if self.draft is None else self.draft.page_bytes,
             byte_pages=self._byte_pages,
+            scratch_bytes=self._scratch_bytes,
         )
+
+    @property
+    def _scratch_bytes(self) -> int:
+        """Of the larger of this model and its draft model, which do not run at the same time."""
+        own = 0
+        if isinstance(self.quantization, Kept):
+            own = self.backend.scratch_bytes(self.local_config, self.quantization.by_name())
+        return own if self.draft is None else max(own, self.draft._scratch_bytes)
 
     def explain_memory(self, sizes: Sizes) -> tuple[str, str]:
         asked = f"{human(sizes.kv_bytes)} for {sizes.num_pages} KV pages"

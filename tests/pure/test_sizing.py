@@ -30,6 +30,7 @@ def plan(
     peak_bytes: int = 0,
     draft_page_bytes: int = 0,
     byte_pages: Sequence[int] = (),
+    scratch_bytes: int = 0,
 ) -> Sizes:
     settings = parse_settings(list(flags), {})
     return plan_sizes(
@@ -44,7 +45,18 @@ def plan(
         draft_weight_bytes=GIB // 8 if draft_page_bytes else 0,
         draft_page_bytes=draft_page_bytes,
         byte_pages=byte_pages,
+        scratch_bytes=scratch_bytes,
     )
+
+
+def test_kv_pages_leave_what_prompts_need_for_widened_matrices() -> None:
+    whole, less = (
+        plan(traits=GPU_TRAITS, free=20 * GIB, rows=4096, scratch_bytes=each) for each in (0, 2 * GIB)
+    )
+    assert whole.kv_bytes - less.kv_bytes > 1.5 * GIB
+    assert less.reserve_bytes - whole.reserve_bytes == whole.kv_bytes - less.kv_bytes
+    with pytest.raises(ConfigError, match="does not hold one KV page"):
+        plan(traits=GPU_TRAITS, free=GIB, scratch_bytes=2 * GIB)
 
 
 def test_a_cpu_gets_a_long_chat_per_row_and_the_models_whole_context() -> None:

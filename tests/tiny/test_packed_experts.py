@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levserve.model.backend import ExpertChoice, ExpertMatrix, ExpertRule
-from levserve.model.config import Activation, Routing
+from levserve.model.backend import Backend, ExpertChoice, ExpertMatrix, ExpertRule
+from levserve.model.config import Activation, ModelConfig, Routing
+from levserve.model.decoder import Decoder
+from levserve.model.gpu import backend as gpu
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.expert_plan import Plan, Tiling, choose_plan
 from levserve.model.gpu.grouped_experts import mix_grouped
-from levserve.model.packed import Code, PackedMatrix, Scheme, round_as_asked
+from levserve.model.packed import OFFSET, SCALE, Code, Kept, PackedMatrix, Scheme, round_as_asked
+from levserve.model.parameter_shapes import parameter_shapes
+from levserve.model.xla import XlaBackend
 from tests.packed_matrices import random_matrix
 
 BFLOAT16, FLOAT16, UINT8 = (jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.uint8))
@@ -113,8 +119,9 @@ def check(num_tokens: int, gate_up: ExpertMatrix, down: ExpertMatrix, plan: Plan
     assert np.abs(np.asarray(got)[:-1] - wanted).mean() < 2e-4 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("num_tokens", [5, 40])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"), [*((name, 40) for name in SCHEMES), ("awq", 5), ("q4_k", 5), ("fp8 by row", 5)]
+)
 def test_packed_experts_compute_what_their_numbers_give(name: str, num_tokens: int) -> None:
     """With up to 16 tokens a program looks for its pairs itself; for more they are in tiles."""
     scheme = SCHEMES[name]
@@ -153,3 +160,40 @@ def test_experts_that_no_kernel_reads_are_widened(
 ) -> None:
     found = GpuBackend().arrange(scheme, shape, BFLOAT16)
     assert found == (scheme if is_taken else None)
+
+
+@pytest.mark.parametrize("rows", [3, 90])
+def test_the_backend_mixes_packed_experts_as_xla_does(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows have matrices with small groups widened in memory, so no kernel sees packed ones."""
+    config = ModelConfig(
+        *(64, EMBED, MLP, 1, 4, 2, 64, 1e-5, 1e4, 128, False), num_experts=3, experts_per_token=2
+    )
+    shapes = parameter_shapes(config)
+    schemes = {f"layers.0.experts_{part}": SCHEMES["q4_k"] for part in ("gate_up", "down")}
+    rng = np.random.default_rng(rows)
+    arrays: dict[str, jax.Array] = {}
+    for name, shape in shapes.items():
+        if name in schemes:
+            matrix = small(schemes[name], shape)
+            arrays |= {name: matrix.codes, name + SCALE: matrix.scale, name + OFFSET: matrix.offset}
+        else:
+            arrays[name] = jnp.asarray(rng.standard_normal(shape) / 8, BFLOAT16)
+    kept = Kept(tuple(schemes.items()), BFLOAT16)
+    x = hax.named(jnp.asarray(rng.standard_normal((rows, 1, EMBED)), jnp.float32), ("row", "chunk", "embed"))
+    seen: list[ExpertMatrix] = []
+
+    def mix_and_note(x: jax.Array, choice: ExpertChoice, *matrices: ExpertMatrix, **rest: Any) -> jax.Array:
+        seen.extend(matrices[:2])
+        return mix_grouped(x, choice, *matrices, **rest)
+
+    def mix(backend: Backend) -> np.ndarray:
+        layer = Decoder.from_arrays(config, arrays, quantization=kept, backend=backend).layers[0].mlp
+        return np.asarray(jax.jit(lambda x: layer(x, jnp.ones((rows, 1), bool)).array)(x))
+
+    monkeypatch.setattr(gpu, "mix_grouped", mix_and_note)
+    got, wanted = mix(GpuBackend(interpret=True)), mix(XlaBackend("gpu"))
+    np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
+    assert [isinstance(matrix, PackedMatrix) for matrix in seen] == [rows == 3] * 2
+    widened = 2 * 3 * MLP * EMBED * 3
+    assert GpuBackend().scratch_bytes(config, schemes) == widened
+    assert GpuBackend().scratch_bytes(config, dict.fromkeys(schemes, SCHEMES["awq"])) == 0

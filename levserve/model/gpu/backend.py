@@ -8,12 +8,14 @@ XLA does not accept it, they are stored in a different order, for a Triton kerne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from levserve.model.backend import (
     FLOAT32,
@@ -34,7 +36,14 @@ from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_blocks import BLOCK
 from levserve.model.gpu.expert_choice import choose_experts, is_plain
-from levserve.model.gpu.expert_plan import Plan, choose_plan, takes_packed
+from levserve.model.gpu.expert_plan import (
+    WIDENED_FROM,
+    Plan,
+    bytes_to_widen,
+    choose_plan,
+    stored,
+    takes_packed,
+)
 from levserve.model.gpu.fp8_dot import has_dot_fp8
 from levserve.model.gpu.fp8_plan import choose_fp8_tiling
 from levserve.model.gpu.fp8_product import multiply_fp8
@@ -51,6 +60,7 @@ from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
 from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_normed, takes_groups
 from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
+from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
 from levserve.model.traits import GPU_KERNEL_TRAITS, Traits
@@ -243,7 +253,19 @@ class GpuBackend(XlaBackend):
         cut = choose_fp8_tiling(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
         return None if cut is not None and cut.rounds_inside else group
 
+    def scratch_bytes(self, config: ModelConfig, schemes: Mapping[str, Scheme]) -> int:
+        shapes = parameter_shapes(config)
+        layers = [
+            f"layers.{index}.experts_" for index in range(config.num_layers) if config.is_mixture(index)
+        ]
+        names = ([f"{layer}{part}" for part in ("gate_up", "down")] for layer in layers)
+        return max(
+            (bytes_to_widen(*((schemes.get(name), shapes[name]) for name in both)) for both in names),
+            default=0,
+        )
+
     def mix_experts(self, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> jax.Array:
+        x, experts = self._widened_for_prompts(x, experts)
         rule, (gate_up, down), dtype = experts.rule, experts.matrices, experts.dtype
         plan = choose_plan(len(x), rule, gate_up, down, dtype)
         if plan is None:
@@ -263,11 +285,20 @@ class GpuBackend(XlaBackend):
     def add_experts(
         self, added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, experts: Mixture
     ) -> jax.Array:
+        x, experts = self._widened_for_prompts(x, experts)
         plan, matrices = self._plan_of_both(len(x), experts), self._matrices_for_mosaic(experts)
         if plan is None or matrices is None:
             return super().add_experts(added, x, scores, is_real, experts)
         choice = self._choose_experts(scores, is_real, experts)
         return mix_tiles(x.astype(experts.dtype), choice, *matrices, added, is_real, plan=plan)
+
+    def _widened_for_prompts(self, x: jax.Array, experts: Mixture) -> tuple[jax.Array, Mixture]:
+        rule, given = experts.rule, (stored(matrix) for matrix in experts.matrices)
+        if len(x) * rule.per_token <= WIDENED_FROM * rule.num_experts or not bytes_to_widen(*given):
+            return x, experts
+        # XLA moves invariants out of loops, and would keep the widened matrices of all layers in memory.
+        x, experts = lax.optimization_barrier((x, experts))
+        return x, experts.widened()
 
     def _plan_of_both(self, num_tokens: int, experts: Mixture) -> Plan | None:
         """The plan for Triton's first product if Mosaic GPU computes the second, else None."""

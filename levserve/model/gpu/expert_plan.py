@@ -20,6 +20,9 @@ SMALLEST = 16
 MAX_ELEMENTS = 1 << 31
 """Elements of all experts' matrices together that a kernel's 32-bit indices can reach."""
 
+Stored = tuple[Scheme | None, tuple[int, ...]]
+"""The scheme of packed matrices, and their shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -111,6 +114,13 @@ MAX_PIECES = 2
 """The most pieces of a packed matrix in one step: of groups of 32, four were no faster and twice as long to
 compile."""
 
+WIDENED_FROM = 48
+"""With more pairs per expert than this in the mean, packed matrices with small groups are widened in memory,
+a layer at a time: kernels apply a scale for every 32 inputs too slowly for prompts."""
+SMALL_GROUP = 64
+MAX_WIDENED_BYTES = 4 << 30
+"""A larger layer is not widened."""
+
 
 def shape_of(matrix: ExpertMatrix) -> tuple[int, int, int]:
     """Experts, rows and inputs of the matrices."""
@@ -141,6 +151,20 @@ def choose_plan(
         gate_limit=rule.gate_limit,
         up_offset=rule.up_offset,
     )
+
+
+def bytes_to_widen(gate_up: Stored, down: Stored) -> int:
+    """The memory in which the matrices of a layer are widened for prompts; 0 if they are not."""
+    sizes = [2 * math.prod(shape) for scheme, shape in (gate_up, down) if _has_small_groups(scheme)]
+    return sum(sizes) if sum(sizes) <= MAX_WIDENED_BYTES else 0
+
+
+def stored(matrix: ExpertMatrix) -> Stored:
+    return matrix.scheme if isinstance(matrix, PackedMatrix) else None, shape_of(matrix)
+
+
+def _has_small_groups(scheme: Scheme | None) -> bool:
+    return scheme is not None and scheme.columns is not None and scheme.columns < SMALL_GROUP
 
 
 def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
