@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from levserve.model.backend import ExpertMatrix, ExpertRule
 from levserve.model.config import Activation
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.packed_plan import piece_width
-from levserve.model.packed import PackedMatrix, Scheme
+from levserve.model.packed import Code, PackedMatrix, Scheme
 
 FEW_TOKENS = 16
 """With up to this many tokens, a tile has all of them, whatever their experts are."""
@@ -89,10 +90,13 @@ they are most of what is written and read. A layer of Qwen3-30B-A3B then differs
 5.2e-4 of the largest value, not 1.7e-4."""
 
 
-PACKED_FEW = Plan(
+NIBBLES_FEW = Plan(
     16, Tiling(64, 128, 2, 3, is_matrix_first=True), Tiling(64, 128, 2, 3, is_matrix_first=True)
 )
-PACKED_BY_SHARE = {
+BYTES_FEW = Plan(
+    16, Tiling(64, 128, 4, 3, is_matrix_first=True), Tiling(128, 128, 4, 3, is_matrix_first=True)
+)
+NIBBLES_BY_SHARE = {
     6: Plan(16, Tiling(64, 128, 2, 3, is_matrix_first=True), Tiling(128, 128, 4, 3, is_matrix_first=True)),
     24: Plan(
         32,
@@ -110,6 +114,17 @@ PACKED_BY_SHARE = {
 }
 """The same where a matrix is packed, measured with groups of 128. The depth is in bytes, and the matrix is
 always the first factor."""
+BYTES_BY_SHARE = NIBBLES_BY_SHARE | {
+    6: BYTES_FEW,
+    24: Plan(
+        32,
+        Tiling(64, 128, 4, 3, is_matrix_first=True),
+        Tiling(128, 128, 4, 3, is_matrix_first=True),
+        halvings=1,
+    ),
+}
+PACKED_PLANS = {True: (NIBBLES_FEW, NIBBLES_BY_SHARE), False: (BYTES_FEW, BYTES_BY_SHARE)}
+"""By whether two codes share a byte: the plan for few tokens, and the others."""
 MAX_PIECES = 2
 """The most pieces of a packed matrix in one step: of groups of 32, four were no faster and twice as long to
 compile."""
@@ -134,8 +149,8 @@ def choose_plan(
     num_tokens: int, rule: ExpertRule, gate_up: ExpertMatrix, down: ExpertMatrix, dtype: jnp.dtype
 ) -> Plan | None:
     """How to tile the products in this type, or None if the kernels do not serve these experts."""
-    is_packed = isinstance(gate_up, PackedMatrix) or isinstance(down, PackedMatrix)
-    plan = _find_plan(num_tokens, rule, dtype, is_packed=is_packed)
+    codes = [matrix.scheme.code for matrix in (gate_up, down) if isinstance(matrix, PackedMatrix)]
+    plan = _find_plan(num_tokens, rule, dtype, codes)
     _, embed, mlp = shape_of(down)
     of_gate_up = _fit(plan.gate_up, gate_up, mlp, dtype)
     of_down = _fit(plan.down, down, embed, dtype)
@@ -172,15 +187,20 @@ def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bo
     num_columns = shape[1]
     return all(
         _fit_packed(plan.gate_up, scheme, shape, num_columns, dtype) is not None
-        for plan in PACKED_BY_SHARE.values()
+        for plan in NIBBLES_BY_SHARE.values()
     )
 
 
-def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, *, is_packed: bool) -> Plan:
-    is_wide, is_few = dtype == jnp.float32, num_tokens <= FEW_TOKENS
-    if is_few:
-        return PACKED_FEW if is_packed else WIDE_BY_SHARE[24] if is_wide else FEW
-    by_share = PACKED_BY_SHARE if is_packed else WIDE_BY_SHARE if is_wide else BY_SHARE
+def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, codes: Sequence[Code]) -> Plan:
+    """`codes` are those of packed matrices."""
+    if codes:
+        few, by_share = PACKED_PLANS[codes[0].is_nibble]
+    elif dtype == jnp.float32:
+        few, by_share = WIDE_BY_SHARE[24], WIDE_BY_SHARE
+    else:
+        few, by_share = FEW, BY_SHARE
+    if num_tokens <= FEW_TOKENS:
+        return few
     share = num_tokens * rule.per_token / rule.num_experts
     plan = next(plan for most, plan in by_share.items() if share <= most)
     if not rule.is_gated and plan is BY_SHARE[math.inf]:
