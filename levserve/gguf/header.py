@@ -253,3 +253,8 @@ def _map(
         place = f"{name} is at {offset:,} to {end:,}"
         raise ValueError(f"it has {len(mapped):,} bytes, but {place}: the file is truncated")
     return TensorEntry(shape, kind, np.frombuffer(mapped, np.uint8, num_bytes, offset))
+
+
+def shortest(value: float) -> float:
+    """The decimal number that was stored as this float32: 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,20 @@ _CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SHORT|[^\r\n\p{{L}}\p{
 _AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT4O_WORDS = _CASED_WORDS.replace("SHORT", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _AFTER_WORDS
 _TEKKEN_WORDS = _CASED_WORDS.replace("SHORT", "") + r"|\p{N}" + _AFTER_WORDS
+
+_DEEPSEEK_WORDS = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+)
+_DEEPSEEK3_WORDS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +151,10 @@ def _splittings() -> dict[str, _Splitting]:
         "llama3": llama3,
         "llama-v3": llama3,
         "dbrx": _Splitting(_split(_LLAMA3_WORDS)),  # phi-4 and OLMo 2
+        "glm4": _Splitting(_split(_LLAMA3_WORDS)),
+        "chatglm-bpe": _Splitting(_split(_LLAMA3_WORDS)),
+        "deepseek-llm": _Splitting(_split(*_DEEPSEEK_WORDS, more=[digits])),
+        "deepseek-v3": _Splitting(_split(*_DEEPSEEK3_WORDS)),
         "olmo": gpt2,
         "gpt-4o": _Splitting(_split(_GPT4O_WORDS)),  # Phi-4-mini
         "tekken": _Splitting(_split(_TEKKEN_WORDS), ignores_merges=True, adds_bos=True),  # Mistral since Nemo
@@ -146,9 +164,10 @@ def _splittings() -> dict[str, _Splitting]:
     }
 
 
-def _split(words: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
-    return pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])
+def _split(*words: str, more: Sequence[pre_tokenizers.PreTokenizer] = ()) -> pre_tokenizers.PreTokenizer:
+    """Splits text by one expression after another, then by what is in `more`."""
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in words]
+    return pre_tokenizers.Sequence([*splits, *more, _byte_level(use_regex=False)])
 
 
 def _byte_level(*, use_regex: bool) -> pre_tokenizers.PreTokenizer:

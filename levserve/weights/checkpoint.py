@@ -41,6 +41,7 @@ from levserve.weights.adapter_tensors import merge_adapter
 from levserve.weights.cutter import Cutter
 from levserve.weights.fill import Source, StoredRows, fill, num_threads
 from levserve.weights.gguf_config import read_gguf_config
+from levserve.weights.gguf_latent import arrange_latent
 from levserve.weights.hf_config import read_hf_config, read_method
 from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
@@ -348,7 +349,7 @@ def open_tensors(path: Path, config: ModelConfig, dtype: jnp.dtype, adapter: Pat
         else:
             found = hf_folder.read_tensors(path, config, method)
         return Tensors(str(path), dict(found), files=hf_tensors.find_files(path))
-    found = gguf_tensors.read_tensors(path, config.head_dim)
+    found = arrange_latent(gguf_tensors.read_tensors(path, config.head_dim), config)
     files = [path.with_name(name) for name in part_names(path.name)]
     return Tensors(str(path), dict(found), Format.GGUF, files)
 

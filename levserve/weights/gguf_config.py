@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from levserve.errors import StartupError
-from levserve.gguf.header import GGUFHeader, Value, read_header
+from levserve.gguf.header import GGUFHeader, Value, read_header, shortest
 from levserve.model.config import (
     Activation,
     LinearScaling,
@@ -29,6 +29,17 @@ from levserve.model.config import (
 from levserve.weights.config_fields import Extras, Fields
 from levserve.weights.families import FAMILIES
 from levserve.weights.family_readers import every_layer, gemma2_layers
+from levserve.weights.gguf_latent import KEYS, head_size, read_deepseek
+from levserve.weights.gguf_mixtures import (
+    DEEPSEEK,
+    EXPERTS,
+    SHARED,
+    num_layers,
+    read_experts,
+    read_glm4_moe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from levserve.weights.rope_scaling import long_attention_factor, scaled_context, yarn_attention_factor
 from levserve.weights.tensor_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
@@ -94,10 +105,10 @@ def _olmo(fields: Fields) -> Extras:
 
 def _granite(fields: Fields) -> Extras:
     return {
-        "embed_scale": _shortest(fields.number("embedding_scale", 1.0)),
-        "attention_scale": _shortest(fields.number("attention.scale", 1.0)),
-        "residual_scale": _shortest(fields.number("residual_scale", 1.0)),
-        "logit_scale": 1 / _shortest(fields.number("logit_scale", 1.0)),
+        "embed_scale": shortest(fields.number("embedding_scale", 1.0)),
+        "attention_scale": shortest(fields.number("attention.scale", 1.0)),
+        "residual_scale": shortest(fields.number("residual_scale", 1.0)),
+        "logit_scale": 1 / shortest(fields.number("logit_scale", 1.0)),
     }
 
 
@@ -131,17 +142,8 @@ def _gemma3(fields: Fields) -> Extras:
     }
 
 
-def _experts(fields: Fields) -> Extras:
-    count = fields.integer("expert_count", 0, minimum=0)
-    return {"num_experts": count, "experts_per_token": fields.integer("expert_used_count")} if count else {}
-
-
-def _qwen3_moe(fields: Fields) -> Extras:
-    return _experts(fields) | {"intermediate_size": fields.integer("expert_feed_forward_length")}
-
-
 def _gpt_oss(fields: Fields) -> Extras:
-    return _qwen3_moe(fields) | {"gate_limit": GPT_OSS_GATE_LIMIT}
+    return read_qwen3_moe(fields) | {"gate_limit": GPT_OSS_GATE_LIMIT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +156,21 @@ class Architecture:
     keys: tuple[str, ...] = ()
     has_truncated_yarn: bool = True
     """Whether the models were trained with `YarnScaling.truncates`; files do not say."""
+    is_latent: bool = False
+    """Whether heads are expanded from short vectors, as in DeepSeek's attention."""
+    may_have_qk_norm: bool = False
+    """Whether some models have norms of queries and keys, and others do not."""
 
 
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", _experts, keys=EXPERTS),  # also Mistral and Mixtral
+    "llama": Architecture("LlamaForCausalLM", read_experts, keys=EXPERTS),  # also Mistral and Mixtral
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe, keys=EXPERTS),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", read_qwen3_moe, keys=EXPERTS),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", read_qwen2_moe, keys=SHARED),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", read_glm4_moe, keys=DEEPSEEK, may_have_qk_norm=True),
+    "deepseek2": Architecture("DeepseekV3ForCausalLM", read_deepseek, keys=KEYS, is_latent=True),
     "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, gemma2_layers, EXPERTS, has_truncated_yarn=False),
     "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture(
@@ -189,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "command-r": Architecture(
         "CohereForCausalLM",
-        lambda fields: {"logit_scale": _shortest(fields.number("logit_scale", 1.0))},
+        lambda fields: {"logit_scale": shortest(fields.number("logit_scale", 1.0))},
         keys=("attention.layer_norm_epsilon", "logit_scale"),
     ),
     "gptneox": Architecture(
@@ -205,26 +213,29 @@ def read_gguf_config(path: Path) -> ModelConfig:
     architecture = ARCHITECTURES[name]
     fields = _architecture_fields(path, header, name)
     num_heads = _uniform(fields, "attention.head_count")
-    num_layers = fields.integer("block_count")
-    head_dim = _head_dim(fields)
-    fields.require({"attention.value_length": (head_dim,)})
+    count = num_layers(fields)
+    head_dim = head_size(fields) if architecture.is_latent else _head_dim(fields)
+    if not architecture.is_latent:
+        fields.require({"attention.value_length": (head_dim,)})
     always = FAMILIES[architecture.family].always
     norm = "layer_norm" if always.get("has_layer_norms") else "layer_norm_rms"
     shape: Extras = {
         "vocab_size": _vocab_size(fields, header),
         "hidden_size": fields.integer("embedding_length"),
         "intermediate_size": _uniform(fields, "feed_forward_length"),
-        "num_layers": num_layers,
+        "num_layers": count,
         "num_heads": num_heads,
         "num_kv_heads": _uniform(fields, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "norm_eps": _shortest(fields.number(f"attention.{norm}_epsilon")),
+        "norm_eps": shortest(fields.number(f"attention.{norm}_epsilon")),
         "max_position": fields.integer("context_length"),
         "tied_head": "output.weight" not in header.tensors,
         "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
         "out_bias": "blk.0.attn_output.bias" in header.tensors,
-        "windows": _windows(fields, architecture, num_layers),
+        "windows": _windows(fields, architecture, count),
     }
+    if architecture.may_have_qk_norm:
+        shape["qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
     if "rope_theta" not in always:
         shape |= _rope(path, header, head_dim, fields, architecture)
         shape["max_position"] = scaled_context(shape["rope_scaling"], shape["max_position"])
@@ -279,17 +290,12 @@ def _vocab_size(fields: Fields, header: GGUFHeader) -> int:
     return len(tokens) if isinstance(tokens, list) else fields.integer("vocab_size")
 
 
-def _shortest(value: float) -> float:
-    """The decimal number that was stored as this float32: 1e-05 for 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: Fields, architecture: Architecture, count: int) -> tuple[int | None, ...]:
     window = fields.integer("attention.sliding_window", 0, minimum=0) if architecture.slides else 0
     if architecture.slides is None or not window:
         return ()
-    slides = architecture.slides(fields, num_layers)
-    if len(slides) != num_layers:
+    slides = architecture.slides(fields, count)
+    if len(slides) != count:
         raise fields.refused("attention.sliding_window_pattern")
     return tuple(window if slide else None for slide in slides)
 
@@ -299,6 +305,8 @@ def _rope(
 ) -> Extras:
     theta = fields.number("rope.freq_base", 10_000.0)
     size = fields.integer("rope.dimension_count", head_dim)
+    if architecture.is_latent:
+        head_dim = size
     if size != head_dim and "partial_rotary_factor" not in FAMILIES[architecture.family].supported:
         raise fields.refused("rope.dimension_count")
     scaling = _long_scaling(path, header, size, fields)
@@ -326,16 +334,16 @@ def _long_scaling(path: Path, header: GGUFHeader, size: int, fields: Fields) -> 
 
 
 def _yarn_scaling(fields: Fields, *, truncates: bool) -> RopeScaling:
-    factor = _shortest(fields.number("rope.scaling.factor"))
+    factor = shortest(fields.number("rope.scaling.factor"))
     original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
     # llama.cpp multiplies YaRN's own factor by this one.
-    further = _shortest(fields.number("rope.scaling.attn_factor", 1.0))
+    further = shortest(fields.number("rope.scaling.attn_factor", 1.0))
     return YarnScaling(
         factor,
         original,
         yarn_attention_factor(factor) * further,
-        beta_fast=_shortest(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=_shortest(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
+        beta_fast=shortest(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=shortest(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
         truncates=truncates,
     )
 

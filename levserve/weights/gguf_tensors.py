@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -43,6 +43,7 @@ KINDS = (
     Kind.MXFP4,
 )
 INTERLEAVED_ARCHITECTURES = ("llama", "granite", "command-r")
+SHARED_GATE = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
 INTERLEAVED_NAME = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
 
@@ -86,6 +87,8 @@ def read_tensors(path: Path, head_dim: int) -> Iterator[tuple[str, StoredTensor]
     is_interleaved = header.metadata.get("general.architecture") in INTERLEAVED_ARCHITECTURES
     for name, entry in header.tensors.items():
         _check_entry(path, name, entry)
+        if SHARED_GATE.fullmatch(name) and len(entry.shape) == 1:
+            entry = replace(entry, shape=(1, *entry.shape))  # llama.cpp has a vector in place of the matrix
         has_heads = is_interleaved and INTERLEAVED_NAME.fullmatch(name)
         tensor = GGUFTensor(entry, head_dim if has_heads else None)
         yield name, open_blocks(entry.kind, tensor, tensor.read_bytes)

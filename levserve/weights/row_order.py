@@ -16,8 +16,12 @@ from levserve.weights.gguf_tensors import interleaved_rows
 from levserve.weights.stored_tensor import ALL, StoredTensor
 
 INTERLEAVED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
-QUERIES = re.compile(r"model\.layers\.\d+\.self_attn\.(q_proj|q_b_proj)\.weight")
-LATENT = re.compile(r"model\.layers\.\d+\.self_attn\.kv_a_proj_with_mqa\.weight")
+QUERIES = re.compile(
+    r"model\.layers\.\d+\.self_attn\.(q_proj|q_b_proj)\.weight|blk\.\d+\.attn_(q|q_b)\.weight"
+)
+LATENT = re.compile(
+    r"model\.layers\.\d+\.self_attn\.kv_a_proj_with_mqa\.weight|blk\.\d+\.attn_kv_a_mqa\.weight"
+)
 
 
 class ReorderedTensor:

@@ -28,7 +28,7 @@ IGNORED = re.compile(
     r".*\.rotary_emb\.inv_freq|lm_head\.weight|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
 # A layer after the last one, which drafts the token after the next, is ignored. Only it has this tensor.
-DRAFTING = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+DRAFTING = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight|(blk\.\d+\.)nextn\.eh_proj\.weight")
 # GPT-2 stores its matrices [in, out].
 TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 # GPT-NeoX stores query, key and value of one head after the other.
@@ -253,7 +253,7 @@ def match_tensors(source: str, found: Mapping[str, tuple[int, ...]], targets: Ma
             missing.append(name)
         elif found[name] != target.shape:
             misshapen.append(f"{name} is {list(found[name])}, expected {list(target.shape)}")
-    drafting = tuple(match[1] for match in map(DRAFTING.fullmatch, found) if match)
+    drafting = tuple(match[1] or match[2] for match in map(DRAFTING.fullmatch, found) if match)
     others = [name for name in found if name not in targets and not name.startswith(drafting)]
     extra = [name for name in others if not IGNORED.fullmatch(name)]
     problems = []

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from levserve.errors import BadRequest, StartupError
+from levserve.text import gguf_vocab
 from levserve.text.tokenizer import Tokenizer, load_tokenizer
 from levserve.text.vocabulary import Vocabulary
 from tests.conftest import FAMILIES, GOLDEN
@@ -513,6 +514,10 @@ def save_gguf(
         ("dbrx", ["123", "4"]),
         ("gpt-4o", ["123", "4"]),
         ("tekken", ["1", "2", "3", "4"]),
+        ("glm4", ["123", "4"]),
+        ("chatglm-bpe", ["123", "4"]),
+        ("deepseek-v3", ["123", "4"]),
+        ("deepseek-llm", ["1", "2", "3", "4"]),
         ("olmo", ["1234"]),
         ("gpt-2", ["1234"]),
         ("default", ["1234"]),
@@ -534,6 +539,20 @@ def test_gguf_pre_tokenizer_splits_words_where_its_model_does(
 ) -> None:
     loaded = load_tokenizer(save_gguf(tmp_path, pre=pre, merges=("a b", "A B", "ab AB"), add_bos=False))
     assert [loaded.decode([token]) for token in loaded.encode("abAB")] == words
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("deepseek-llm", ["it", "'", "s", " ", "你", " a", ".", "\n", "\n", "b", "  "]),
+        ("deepseek-v3", ["it", "'s", " ", "你", " a", ".\n\n", "b", "  "]),
+        ("glm4", ["it", "'s", " 你", " a", ".\n\n", "b", "  "]),
+    ],
+)
+def test_gguf_pre_tokenizer_splits_signs_and_lines_as_its_model_does(pre: str, words: list[str]) -> None:
+    text = "it's 你 a.\n\nb  "
+    found = [text[slice(*place)] for _, place in gguf_vocab._splittings()[pre].words.pre_tokenize_str(text)]
+    assert found == words
 
 
 @pytest.mark.parametrize(
@@ -580,7 +599,7 @@ def test_gguf_user_defined_token_is_one_token_and_is_shown(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("model", "pre", "named"),
-    [("bert", "default", "'bert'"), ("gpt2", "chatglm-bpe", "'chatglm-bpe'"), ("gpt2", None, "None")],
+    [("bert", "default", "'bert'"), ("gpt2", "kimi-k2", "'kimi-k2'"), ("gpt2", None, "None")],
 )
 def test_gguf_vocabulary_of_another_kind_is_refused_by_name(
     tmp_path: Path, model: str, pre: str | None, named: str

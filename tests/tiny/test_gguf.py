@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, get_tensor_name_map, quants
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -29,6 +29,7 @@ from levserve.gguf.header import Value, keep_headers, read_header
 from levserve.model.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.weights.checkpoint import load_arrays, read_config
+from levserve.weights.gguf_latent import arrange_latent
 from levserve.weights.gguf_tensors import read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -51,6 +52,10 @@ ARCHITECTURES = {
     "gpt-neox": "gptneox",
     "mixtral": "llama",
     "qwen3-moe": "qwen3moe",
+    "qwen2-moe": "qwen2moe",
+    "glm4-moe": "glm4moe",
+    "deepseek2": "deepseek2",
+    "deepseek3": "deepseek2",
     "gpt-oss": "gpt-oss",
     "gpt2": "gpt2",
 }
@@ -86,6 +91,32 @@ def metadata_of(family: str) -> dict[str, Value]:
         own |= {"rope.scaling.original_context_length": 64}
     if arch == "qwen3moe":
         own |= {"expert_feed_forward_length": config.intermediate_size, "feed_forward_length": 128}
+    if arch in ("qwen2moe", "glm4moe", "deepseek2"):
+        own |= {"expert_feed_forward_length": config.intermediate_size}
+        own |= {"feed_forward_length": config.dense_size, "leading_dense_block_count": 1}
+    if arch == "qwen2moe":
+        own["expert_shared_feed_forward_length"] = config.shared_size
+    if arch == "glm4moe":
+        own |= {"block_count": config.num_layers + 1, "nextn_predict_layers": 1}
+    if config.latent is not None:
+        own |= {"attention.kv_lora_rank": config.latent.kv_rank, "attention.head_count_kv": 1}
+        own |= {
+            "attention.key_length_mla": config.head_dim,
+            "attention.value_length_mla": config.latent.value_size,
+        }
+        own |= {"attention.key_length": 40, "attention.value_length": 32}
+        if config.latent.query_rank:
+            own["attention.q_lora_rank"] = config.latent.query_rank
+    if family == "deepseek3":
+        own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 8.0}
+        own |= {"rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.09}
+    if arch in ("glm4moe", "deepseek2"):
+        routing = config.routing
+        own |= {"expert_shared_count": config.shared_size // config.intermediate_size}
+        own |= {"expert_weights_norm": routing.renormalises, "expert_weights_scale": routing.scale}
+        own |= {"expert_gating_func": 1 if family == "deepseek2" else 2}
+        own["expert_group_count"] = routing.num_groups
+        own["expert_group_used_count"] = routing.groups_per_token
     if arch in ("gemma2", "gemma3"):
         own["attention.sliding_window"] = 8
     if family == "olmo3":
@@ -112,8 +143,9 @@ def tensors_of(family: str) -> Tensors:
     arch, file = ARCHITECTURES[family], load_file(GOLDEN / family / "model.safetensors")
     config = read_config(GOLDEN / family)
     names = get_tensor_name_map(
-        next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_layers
+        next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch), config.num_layers + 1
     )
+    plain_names = get_tensor_name_map(MODEL_ARCH.QWEN2, config.num_layers)  # of layers without experts
     experts: dict[str, list[NDArray[np.float32]]] = {}
     tensors: Tensors = {}
     for name in sorted(
@@ -138,9 +170,20 @@ def tensors_of(family: str) -> Tensors:
             tensor = tensor * np.float32(
                 (config.head_dim / 24) ** 0.5
             )  # llama.cpp only scales by the head size
-        converted = names.get_name(re.sub(r"experts\.\d+\.", "experts.", name), (".weight", ".bias"))
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor[0]
+        if name.endswith("kv_b_proj.weight"):
+            layer = name.split(".")[2]
+            keys, values = np.split(tensor.reshape(config.num_heads, -1, tensor.shape[-1]), [24], axis=1)
+            tensors[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(keys.swapaxes(1, 2)), Kind.F32
+            tensors[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(values), Kind.F32
+            continue
+        general = re.sub(r"experts\.\d+\.", "experts.", name)
+        ends = (".weight", ".bias")
+        converted = names.get_name(general, ends) or plain_names.get_name(general, ends)
         assert converted is not None, name
-        if "experts." in name:
+        if ".experts." in name:
             experts.setdefault(converted, []).append(tensor)
         else:
             tensors[converted] = (tensor, Kind.F32)
@@ -373,7 +416,7 @@ def test_damaged_header_is_never_more_than_one_line(tmp_path: Path) -> None:
 
 WHOLE = (
     *("llama", "qwen2", "qwen3", "phi2", "phi3", "olmo2", "olmo3", "mixtral", "qwen3-moe", "gpt2", "gemma"),
-    *("granite", "gpt-neox", "cohere"),
+    *("granite", "gpt-neox", "cohere", "qwen2-moe", "glm4-moe", "deepseek2"),
 )
 """Families that a GGUF file describes completely."""
 
@@ -393,6 +436,57 @@ def test_gguf_of_gpt_oss_says_all_but_the_limit_of_its_gate(tmp_path: Path) -> N
     config = read_config(golden_gguf(tmp_path, "gpt-oss"))
     assert config == dataclasses.replace(read_config(GOLDEN / "gpt-oss"), gate_limit=7.0)
     assert isinstance(config.rope_scaling, YarnScaling) and not config.rope_scaling.truncates
+
+
+def test_gguf_of_a_deepseek_whose_context_was_stretched_has_no_factor_for_rotary_positions(
+    tmp_path: Path,
+) -> None:
+    """llama.cpp takes the factors of positions and scores to be equal, as they are in published models."""
+    config, folder = read_config(golden_gguf(tmp_path, "deepseek3")), read_config(GOLDEN / "deepseek3")
+    assert isinstance(config.rope_scaling, YarnScaling) and isinstance(folder.rope_scaling, YarnScaling)
+    assert config.rope_scaling.attention_factor == 1.0
+    assert config.attention_scale == pytest.approx(folder.attention_scale, rel=1e-6)
+    expected = dataclasses.replace(
+        folder, rope_scaling=config.rope_scaling, attention_scale=config.attention_scale
+    )
+    assert config == expected
+
+
+def test_early_files_of_deepseek_have_the_expanding_matrix_whole(tmp_path: Path) -> None:
+    folder = GOLDEN / "deepseek2"
+    config, stored = read_config(folder), load_file(folder / "model.safetensors")
+    metadata, tensors = metadata_of("deepseek2"), tensors_of("deepseek2")
+    for key in ("attention.key_length_mla", "attention.value_length_mla", "expert_gating_func"):
+        del metadata[f"deepseek2.{key}"]
+    metadata |= {"deepseek2.attention.key_length": config.head_dim, "deepseek2.attention.value_length": 16}
+    metadata["deepseek2.attention.head_count_kv"] = config.num_heads
+    for layer in range(config.num_layers):
+        del tensors[f"blk.{layer}.attn_k_b.weight"], tensors[f"blk.{layer}.attn_v_b.weight"]
+        whole = stored[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = whole, Kind.F32
+    path = write_gguf(tmp_path / "early.gguf", metadata, tensors)
+    assert read_config(path) == config
+    arrays, expected = (load_arrays(at, config, FLOAT32, report=print) for at in (path, folder))
+    np.testing.assert_array_equal(arrays["layers.1.kv_up"], expected["layers.1.kv_up"])
+
+
+def test_expanding_matrix_is_read_in_pieces_of_any_size(tmp_path: Path) -> None:
+    path = golden_gguf(tmp_path, "deepseek2")
+    config = read_config(path)
+    stored = dict(arrange_latent(read_tensors(path, config.head_dim), config))["blk.1.attn_kv_b.weight"]
+    whole = load_file(GOLDEN / "deepseek2" / "model.safetensors")["model.layers.1.self_attn.kv_b_proj.weight"]
+    assert stored.shape == whole.shape
+    for start, stop in ((0, len(whole)), (0, 1), (39, 41), (50, 155)):
+        np.testing.assert_array_equal(stored.read(start, stop), whole[start:stop])
+
+
+def test_a_layer_of_glm_that_drafts_is_left_out(tmp_path: Path) -> None:
+    tensors = tensors_of("glm4-moe")
+    extra = {"blk.2.nextn.eh_proj.weight": (64, 128), "blk.2.attn_q.weight": (64, 64)}
+    tensors |= {name: (np.zeros(shape, np.float32), Kind.F32) for name, shape in extra.items()}
+    path = write_gguf(tmp_path / "model.gguf", metadata_of("glm4-moe"), tensors)
+    assert read_config(path).num_layers == 2
+    assert not any("layers.2" in name for name in load_arrays(path, read_config(path), FLOAT32, report=print))
 
 
 @pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in ("gemma2", "gemma3")])
@@ -610,7 +704,7 @@ def test_other_architecture_is_refused_with_the_list_of_ours(tmp_path: Path) -> 
     )
     with pytest.raises(
         StartupError,
-        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma, gemma2, gemma3",
+        match="'mamba' is not supported; supported are llama, qwen2, qwen3, qwen3moe, qwen2moe, glm4moe, deepseek2, gpt-oss",
     ):
         read_config(path)
 
