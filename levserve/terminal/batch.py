@@ -20,9 +20,9 @@ from levserve.batch.seen import SeenIds
 from levserve.batch.source import Source
 from levserve.batch.tally import Tally
 from levserve.errors import ConfigError, StartupError
-from levserve.settings.program import make_settings
 from levserve.settings.settings import Settings
-from levserve.terminal.options import make_parser, settings_of, show_loading
+from levserve.terminal.options import make_parser, read_settings, show_loading
+from levserve.terminal.screen import has_escapes, redraw
 
 DESCRIPTION = """\
 Answers a file of requests in OpenAI's batch format, each on a line of its own:
@@ -42,7 +42,7 @@ After an interruption, run the same command again; lines that have a result are 
 FAILED_LINES = 3
 """Exit code of a batch that is complete, with requests that failed."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 30.0
-"""Between two progress reports, in a terminal and elsewhere."""
+"""Between two progress reports, in a terminal that can redraw a line and elsewhere."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("'-' is no file: a batch needs an input and an output that can be read again")
     if options.input == options.output or _are_one_file(options.input, options.output):
         raise ConfigError("the input and the output are the same file")
-    settings = make_settings(settings_of(options))
+    settings = read_settings(options)
     source = Source(options.input)
     with open_output(options.output, settings.cache_path, overwrites=options.overwrite) as output:
         tally = Tally(source.num_bytes)
@@ -120,22 +120,22 @@ class Reports:
     """Shows progress on stderr: one line that is redrawn in a terminal, a new line now and then elsewhere."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._next = time.monotonic() + (0 if self._is_terminal else LOG_SECONDS)
+        self._is_redrawn = has_escapes()
+        self._next = time.monotonic() + (0 if self._is_redrawn else LOG_SECONDS)
 
     def show(self, tally: Tally) -> None:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + (TERMINAL_SECONDS if self._is_terminal else LOG_SECONDS)
-        if self._is_terminal:
-            print(f"\r\x1b[K{tally.describe_progress()}", end="", file=sys.stderr, flush=True)
+        self._next = now + (TERMINAL_SECONDS if self._is_redrawn else LOG_SECONDS)
+        if self._is_redrawn:
+            redraw(tally.describe_progress())
         else:
             print(tally.describe_progress(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if self._is_redrawn:
+            redraw("")
 
 
 def _are_one_file(first: str, second: str) -> bool:

@@ -19,7 +19,9 @@ import pytest
 
 from levserve import cli
 from levserve.api.model import Model
+from levserve.batch.tally import Tally
 from levserve.settings.settings import Settings
+from levserve.terminal.batch import Reports
 from levserve.terminal.chat import Conversation, talk
 from levserve.terminal.commands import COMMANDS
 from levserve.terminal.options import show_loading
@@ -227,6 +229,22 @@ def test_a_dumb_terminal_gets_no_progress() -> None:
             report("compiling")
         print("end", file=sys.stderr, flush=True)
         assert read() == "end\r\n"
+
+
+class LongTally(Tally):
+    def describe_progress(self) -> str:
+        return "50%, 5 requests, 2 failed, 10 s left"
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("xterm", "\r\x1b[K50%, 5 requests, 2 \r\x1b[K"), ("dumb", "")])
+def test_the_progress_of_a_batch_fits_the_terminal_and_a_dumb_one_gets_no_escapes(
+    kind: str, shown: str
+) -> None:
+    with terminal(kind) as read:
+        reports = Reports()
+        reports.show(LongTally(100))
+        reports.end()
+        assert read() == shown
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,26 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_and_nothing_done_twice
     )
     assert cli.main(command[3:]) == 3  # all is done, but a failed request is still a failed one
     assert "before, 2 of them failed" in capsys.readouterr().err
+
+
+def test_with_settings_for_several_models_a_batch_uses_the_named_one_or_the_default(tmp_path: Path) -> None:
+    source, settings = tmp_path / "in.jsonl", tmp_path / "serve.ini"
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": name, "prompt": "a"},
+        }
+        for name in ("first", "second")
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sections = (f"[model.{name}]\nmodel = {GOLDEN / 'llama'}\n" for name in ("first", "second"))
+    settings.write_text("".join(sections))
+    for name, more in (("first", []), ("second", ["--model", "second"])):
+        target = tmp_path / f"{name}.jsonl"
+        words = ["batch", str(source), str(target), "--config", str(settings), *FLAGS[4:], *more]
+        assert cli.main(words) == 3  # the line for the other model fails
+        results = [json.loads(line) for line in target.read_text().splitlines()]
+        done = [result["custom_id"] for result in results if result["response"]["status_code"] == 200]
+        assert done == [name]
