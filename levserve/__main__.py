@@ -8,10 +8,21 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Returns the exit code, or ends the process with it if threads are left that cannot be stopped."""
+    code = run_to_end()
+    if code and any(thread.daemon for thread in threading.enumerate()):
+        # One that compiles or imports is inside a library in C++. When Python exits, it ends a thread that
+        # wants to return from there, and the library answers with "terminate called" or a segmentation fault.
+        os._exit(code)
+    return code
+
+
+def run_to_end() -> int:
+    """Runs the command; what it wrote to stdout has been flushed."""
     try:
         from levserve.cli import main as run
 

@@ -21,7 +21,7 @@ from levserve.batch.source import Source
 from levserve.batch.tally import Tally
 from levserve.errors import ConfigError, StartupError
 from levserve.settings.settings import Settings
-from levserve.terminal.options import make_parser, read_settings, show_loading
+from levserve.terminal.options import closing_unless_interrupted, make_parser, read_settings, show_loading
 from levserve.terminal.screen import has_escapes, redraw
 
 DESCRIPTION = """\
@@ -84,7 +84,9 @@ def main(argv: Sequence[str]) -> int:
         tally = Tally(source.num_bytes)
         tally.num_failed_before = output.results.num_failed
         if _has_work(source, output, settings):
-            with show_loading() as report, closing(open_device(settings, report)) as opened:
+            with show_loading() as report:
+                opened = open_device(settings, report)
+            with closing_unless_interrupted(opened.close):
                 run(source, output, opened, tally, options.window)
         else:  # all results exist; finding that out needs no model
             tally.num_before = output.results.num_results

@@ -131,12 +131,28 @@ def read_settings(options: Namespace, **others: object) -> Settings:
     return replace(found, models={}, models_dir="")
 
 
-def open_with_progress(options: Namespace) -> Model:
-    """Loads the model and shows the progress."""
+@contextmanager
+def open_with_progress(options: Namespace) -> Iterator[Model]:
+    """Loads the model and shows the progress; leaving the `with` block closes the model."""
     from levserve.api.opening import open_with
 
     with show_loading() as report:
-        return open_with(read_settings(options, max_running=ROWS), report)
+        model = open_with(read_settings(options, max_running=ROWS), report)
+    with closing_unless_interrupted(model.close):
+        yield model
+
+
+@contextmanager
+def closing_unless_interrupted(close: Callable[[], None]) -> Iterator[None]:
+    """Closes a model at the end of the block. Ctrl-C does not: it would wait for programs that compile."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        close()
+        raise
+    close()
 
 
 @contextmanager

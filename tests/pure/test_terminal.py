@@ -20,11 +20,12 @@ import pytest
 from levserve import cli
 from levserve.api.model import Model
 from levserve.batch.tally import Tally
+from levserve.errors import ServeError
 from levserve.settings.settings import Settings
 from levserve.terminal.batch import Reports
 from levserve.terminal.chat import Conversation, talk
 from levserve.terminal.commands import COMMANDS
-from levserve.terminal.options import show_loading
+from levserve.terminal.options import closing_unless_interrupted, show_loading
 from levserve.terminal.streams import as_utf8, prepare_streams
 from tests.conftest import GOLDEN
 from tests.fake_app import serving
@@ -229,6 +230,19 @@ def test_a_dumb_terminal_gets_no_progress() -> None:
             report("compiling")
         print("end", file=sys.stderr, flush=True)
         assert read() == "end\r\n"
+
+
+def test_ctrl_c_does_not_wait_for_what_a_model_still_compiles() -> None:
+    closed: list[str] = []
+    for end in (KeyboardInterrupt, ServeError("the device failed")):
+        with (
+            pytest.raises((KeyboardInterrupt, ServeError)),
+            closing_unless_interrupted(lambda: closed.append("failed")),
+        ):
+            raise end
+    with closing_unless_interrupted(lambda: closed.append("done")):
+        pass
+    assert closed == ["failed", "done"]
 
 
 class LongTally(Tally):
