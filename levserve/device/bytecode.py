@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from levserve.device.damage import remove_damaged_bytecode
 from levserve.jit.code_cache import list_packages, read_sources
 
 NUM_FOLDERS = 3
@@ -37,6 +38,7 @@ def keep_bytecode(parent: Path, package: str = "jax") -> None:
         os.utime(folder)
         _remove_older(parent)
     if folder.exists():
+        remove_damaged_bytecode(folder)
         sys.pycache_prefix = str(folder.absolute())
         sys.dont_write_bytecode = False
 

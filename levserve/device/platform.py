@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import jax
 
+from levserve.device.damage import remove_damaged_programs
 from levserve.device.distributed import start_distributed
 from levserve.device.host import cpu_features, cpu_name, free_memory
-from levserve.device.jax_cache import remove_damaged
 from levserve.device.malloc import tune_malloc
 from levserve.device.mesh import prepare_cpu_devices
 from levserve.device.missing import explain, find_missing
@@ -83,7 +83,7 @@ def _keep_programs(settings: Settings) -> None:
             f"the cache folder {settings.cache_path} cannot be written ({error.strerror}): name another one "
             "with --cache-dir, or do without compiled programs on disk with --compile-cache false"
         ) from error
-    remove_damaged(folder)
+    remove_damaged_programs(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if getattr(jax.config, MIN_COMPILE_SECONDS) == JAX_MIN_COMPILE_SECONDS:
         jax.config.update(MIN_COMPILE_SECONDS, 0.0)

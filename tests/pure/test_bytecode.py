@@ -45,6 +45,14 @@ def test_bytecode_that_may_not_be_written_beside_its_source_is_kept_in_the_cache
     assert kept.parts[:2] == ("cache", "bytecode")
 
 
+def test_bytecode_in_the_cache_that_a_full_disk_has_cut_short_is_replaced(tmp_path: Path) -> None:
+    (kept,) = import_package(tmp_path, "-B")
+    num_bytes = (tmp_path / kept).stat().st_size
+    os.truncate(tmp_path / kept, num_bytes - 10)
+    assert import_package(tmp_path, "-B") == [kept]
+    assert (tmp_path / kept).stat().st_size == num_bytes
+
+
 @pytest.mark.parametrize("flags", [(), ("-B",)], ids=["written", "found"])
 def test_bytecode_beside_its_source_stays_there(flags: tuple[str, ...], tmp_path: Path) -> None:
     beside = import_package(tmp_path)

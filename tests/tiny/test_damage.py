@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from levserve.device.jax_cache import CHECKED, ENTRIES, remove_damaged
+from levserve.device.damage import CHECKED, PROGRAMS, remove_damaged_programs
 from levserve.device.platform import JAX_MIN_COMPILE_SECONDS, MIN_COMPILE_SECONDS, open_device
 from levserve.jit import code_cache
 from levserve.settings.parse import parse_settings
@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Path]]:
             return jnp.cumsum(x, 0) + 3
 
         jax.jit(add).lower(jax.ShapeDtypeStruct((7, 13), jnp.float32)).compile()
-        (entry,) = tmp_path.rglob(ENTRIES)
+        (entry,) = tmp_path.rglob(PROGRAMS)
         return entry
 
     yield compile_one
@@ -58,9 +58,9 @@ def test_an_entry_that_a_full_disk_has_cut_short_is_replaced(share: float, start
 def test_only_entries_that_are_newer_than_the_last_check_are_read(start: Callable[[], Path]) -> None:
     entry = start()
     os.truncate(entry, 1)
-    remove_damaged(entry.parent)
+    remove_damaged_programs(entry.parent)
     assert not entry.exists()
     entry.write_bytes(b"damaged")
     os.utime(entry, (0, (entry.parent / CHECKED).stat().st_mtime - 1))
-    remove_damaged(entry.parent)
+    remove_damaged_programs(entry.parent)
     assert entry.exists()
