@@ -13,7 +13,7 @@ from levserve.api.items import BYTES
 from levserve.errors import BadRequest
 from levserve.request.decode import Body, decode, require_choice
 from levserve.request.pooling import POOLINGS
-from levserve.request.schema import Priority, PromptLimit, Seconds, check_prompt_limit
+from levserve.request.schema import CompletionBody, Priority, PromptLimit, Seconds, check_prompt_limit
 
 NOT_HERE = {"model", "prompt", "messages", "stream", "stream_options", "timings", "user", "return_token_ids"}
 """Fields of a body that are not keyword arguments: the call itself implies them, or always does them."""
@@ -82,6 +82,12 @@ class ChatFields(Fields, total=False):
     parallel_tool_calls: bool
     reasoning_effort: str
     thinking_token_budget: int
+
+
+class PromptsBody(CompletionBody, frozen=True, kw_only=True):
+    """The body of one of the prompts of `generate`; its errors name that argument."""
+
+    prompt_param = "prompts"
 
 
 class ScoreFields(msgspec.Struct, frozen=True, kw_only=True):

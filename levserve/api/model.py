@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from levserve.api.fields import ChatFields, EmbedFields, ScoreFields, TextFields, make_body
+from levserve.api.fields import ChatFields, EmbedFields, PromptsBody, ScoreFields, TextFields, make_body
 from levserve.api.items import Items, Prompt, read_items, read_pair, read_prompt, read_prompts
 from levserve.api.jobs import Jobs
 from levserve.api.progress import show_progress
@@ -93,7 +93,7 @@ class Model:
         long lists in a terminal.
         """
         items = read_prompts(prompts, "prompts")
-        return self._run(items, self._text_maker(fields), fields, progress)
+        return self._run(items, self._text_maker(fields, PromptsBody), fields, progress)
 
     def chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> Result:
         """Answers a conversation. The fields and their defaults are those of /v1/chat/completions."""
@@ -113,7 +113,7 @@ class Model:
 
     def stream(self, prompt: Prompt, **fields: Unpack[TextFields]) -> TextStream:
         """The pieces of a continuation as they come; closing the iterator, or dropping it, ends the work."""
-        return self._stream(self._text_maker(fields), _single(prompt))
+        return self._stream(self._text_maker(fields, CompletionBody), _single(prompt))
 
     def stream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> TextStream:
         """The pieces of an answer to a conversation as they come."""
@@ -171,7 +171,8 @@ class Model:
         self, prompts: Prompt | Iterable[Prompt], **fields: Unpack[TextFields]
     ) -> list[Result]:
         """`generate` for an event loop. Cancelling the task ends the work."""
-        return await self._arun(read_prompts(prompts, "prompts"), self._text_maker(fields), fields)
+        items = read_prompts(prompts, "prompts")
+        return await self._arun(items, self._text_maker(fields, PromptsBody), fields)
 
     async def achat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> Result:
         """`chat` for an event loop."""
@@ -180,7 +181,7 @@ class Model:
 
     def astream(self, prompt: Prompt, **fields: Unpack[TextFields]) -> AsyncIterator[Piece]:
         """`stream` for an event loop; the work begins with the first piece that is asked for."""
-        return self._astream(self._text_maker(fields), _single(prompt))
+        return self._astream(self._text_maker(fields, CompletionBody), _single(prompt))
 
     def astream_chat(self, messages: Sequence[Message], **fields: Unpack[ChatFields]) -> AsyncIterator[Piece]:
         """`stream_chat` for an event loop."""
@@ -239,10 +240,10 @@ class Model:
         except Unavailable as error:  # another thread may be closing the model
             raise self._runtime.explain(error) from None
 
-    def _text_maker(self, fields: Mapping[str, Any]) -> MakeItem[Result]:
+    def _text_maker(self, fields: Mapping[str, Any], kind: type[CompletionBody]) -> MakeItem[Result]:
         def make(number: int, prompt: object) -> Job[Result]:
-            own = {"model": self.name, "prompt": read_prompt(prompt, "prompt")}
-            return self._jobs.generate(make_body(CompletionBody, own, fields), number)
+            own = {"model": self.name, "prompt": read_prompt(prompt, kind.prompt_param)}
+            return self._jobs.generate(make_body(kind, own, fields), number)
 
         return make
 

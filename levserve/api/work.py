@@ -19,6 +19,7 @@ from levserve.engine.served_model import ServedModel
 from levserve.engine.stream import PushStream
 from levserve.errors import Unavailable
 from levserve.generation import Choice, Delta, add_batch
+from levserve.observe.health import Phase
 from levserve.schedule.request import GenerationRequest, TokenBatch
 
 T = TypeVar("T")
@@ -72,11 +73,17 @@ class Runtime:
             )
 
     def explain(self, error: Exception) -> Exception:
-        """The error that ended work; after closing, what the engine says of a shutdown would mislead."""
+        """The error that ended work; what the engine says of a server would mislead if the model is closed,
+        or if the device has failed, which nobody restarts."""
         try:
             self.require_open()
         except Unavailable as cause:
             return cause
+        if isinstance(error, Unavailable) and self.engine.phase is Phase.FAILED:
+            return Unavailable(
+                f"The device has failed; close the model {self.model.name} and open it again.",
+                retry_after_seconds=0.0,
+            )
         return error
 
 

@@ -1,8 +1,8 @@
 """Removes what a full disk has cut short in folders that jax and Python write to.
 
 jax never replaces an entry of its cache: it would compile that program at every start, each time with a
-warning. Python 3.11 does not notice that it wrote only a part of a file of bytecode, and every later import of
-it fails with "EOFError: marshal data too short" (https://github.com/python/cpython/issues/126606).
+warning. Python 3.11 does not notice that it wrote only a part of a file of bytecode, and every later import
+of it fails with "EOFError: marshal data too short" (https://github.com/python/cpython/issues/126606).
 """
 
 from __future__ import annotations

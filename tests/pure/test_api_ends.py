@@ -63,6 +63,14 @@ def test_every_call_of_a_closed_model_says_that_it_is_closed(app: App) -> None:
     assert model.name == "toy" and "closed" in repr(model)
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "with"])
+def test_a_device_that_has_failed_is_told_and_not_a_server_that_restarts(name: str, app: App) -> None:
+    with Model(app.registry, Settings()) as model:
+        app.engine.fail()
+        with pytest.raises(Unavailable, match="The device has failed; close the model toy and open it again"):
+            CALLS[name](model)
+
+
 @pytest.mark.parametrize(
     "consume",
     [

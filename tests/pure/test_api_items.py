@@ -90,6 +90,16 @@ def test_what_is_no_token_id_is_refused(model: Model, wrong: Any) -> None:
             model.score([pair])
 
 
+@pytest.mark.parametrize("wrong", ["", [10**9]], ids=repr)
+def test_what_no_model_could_read_is_refused_by_the_arguments_name(model: Model, wrong: Any) -> None:
+    for call, argument in ((model.generate, "prompts"), (model.stream, "prompt")):
+        with pytest.raises(BadRequest, match=f"^'{argument}' has ") as refused:
+            call(wrong)
+        assert refused.value.param == argument
+    with pytest.raises(BadRequest, match=r"^prompts\[1\]: 'prompts' has "):
+        model.generate(["t17", wrong])
+
+
 @pytest.mark.parametrize(
     "fields", [{"stop": b"x"}, {"stop": ["x", b"y"]}, {"response_format": {"type": b"text"}}]
 )
@@ -147,7 +157,7 @@ def test_a_field_that_is_none_has_its_default(app: App, model: Model) -> None:
 def test_an_error_begins_with_the_place_of_the_item(model: Model) -> None:
     with pytest.raises(ContextTooLong, match=r"^prompts\[2\]: This model's maximum context") as caught:
         model.generate(["t17", "t18", LONG], **SHORT)
-    assert caught.value.message == str(caught.value) and caught.value.param == "prompt"
+    assert caught.value.message == str(caught.value) and caught.value.param == "prompts"
     with pytest.raises(ContextTooLong, match=r"^prompts\[0\]: "):
         asyncio.run(model.agenerate([LONG], **SHORT))
     with pytest.raises(ContextTooLong, match=r"^texts\[1\]: "):
