@@ -144,12 +144,24 @@ def test_chunks_are_waited_for_where_no_prompt_ends_too() -> None:
     assert waited == ["for the chunk"] and sampled.tokens == ()
 
 
-def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used: list[Shape] = []
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Programs, Shape]]:
+    """Which programs have run, and whose they are: an engine that other tests share may still be compiling, and runs each
+    new program once."""
+    found: list[tuple[Programs, Shape]] = []
     take = Programs.__getitem__
-    monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
+
+    def note(programs: Programs, shape: Shape) -> Any:
+        found.append((programs, shape))
+        return take(programs, shape)
+
+    monkeypatch.setattr(Programs, "__getitem__", note)
+    return found
+
+
+def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones(
+    runs: list[tuple[Programs, Shape]],
+) -> None:
     with running_engine(GOLDEN / "llama", *LARGE_CHUNKS) as running:
         programs = running.loaded.runner.programs
         prefills = [shape for shape in programs.all_shapes if shape.is_prefill and not shape.is_sample_only]
@@ -157,26 +169,23 @@ def test_a_prompt_that_would_leave_a_large_program_mostly_empty_takes_small_ones
         wait_until(lambda: not programs.has_cold, COMPILE_SECONDS)
         running.run(ask([1], 1))  # so the first run of the last program is over
         for length, sizes in ((40, [16, 16, 8]), (100, [128])):
-            used.clear()
+            runs.clear()
             running.run(ask([length] * length, 1))
-            assert [shape.size for shape in used if shape.is_prefill] == sizes
+            assert [shape.size for owner, shape in runs if owner is programs and shape.is_prefill] == sizes
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_programs(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[Programs, Shape]]
 ) -> None:
     def as_on_a_gpu(*args: Any, **given: Any) -> Sizes:
         return replace(in_short_rows(*args, **given), row_sizes=(4,), has_all_modes=True)
 
     monkeypatch.setattr("levserve.models.describe.plan_sizes", as_on_a_gpu)
-    used: list[Shape] = []
-    take = Programs.__getitem__
-    monkeypatch.setattr(Programs, "__getitem__", lambda self, shape: used.append(shape) or take(self, shape))
     cases = cases_of(family)
     with running_engine(GOLDEN / family, compiles_all=True) as running:
         running.wait_compiled()
-        used.clear()
+        runs.clear()
         answers = running.run(*(ask(case["prompt"]) for case in cases))
         drawn = running.run(
             *(
@@ -185,8 +194,9 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
                 for top_p in (1.0, 0.9)
             )
         )
-        sample_only = {shape for shape in used if shape.is_prefill}
-        used.clear()
+        programs = running.loaded.runner.programs
+        sample_only = {shape for owner, shape in runs if owner is programs and shape.is_prefill}
+        runs.clear()
         running.loaded.scheduler.forget_prefixes()
         both = [(case["prompt"], top_p) for case in cases for top_p in (1.0, 0.9)]
         told = running.run(
@@ -195,9 +205,8 @@ def test_prompts_of_which_only_the_next_token_is_wanted_get_it_from_sample_only_
     assert [answer.tokens for answer in answers] == [case["greedy"] for case in cases]
     assert [answer.tokens for answer in drawn] == [answer.tokens for answer in told]
     assert sample_only and all(shape.is_sample_only for shape in sample_only)
-    assert any(shape.is_prefill and not shape.is_sample_only for shape in used), (
-        "for more than the token there are the others"
-    )
+    full = {shape for owner, shape in runs if owner is programs and not shape.is_sample_only}
+    assert any(shape.is_prefill for shape in full), "for more than the token there are the others"
 
 
 @pytest.mark.parametrize("length", [3, 8, 9])
