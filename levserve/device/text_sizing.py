@@ -11,7 +11,8 @@ from levserve.device.sizing import TOKENS_PER_ROW, doublings, human, row_sizes
 from levserve.model.traits import Traits
 
 SHORTEST = 32
-"""The shortest length that texts are padded to; each further length is twice the one before."""
+"""The shortest length that texts are padded to; each further length is twice the one before. All lengths are
+multiples of it: a GPU's kernels keep keys and values in pages, and no page may belong to two texts."""
 LENGTH_STEP = 256
 """Longer texts are padded to a multiple of this, so that their queries can be cut into equal blocks."""
 ROUND_SECONDS = 0.25
@@ -66,9 +67,8 @@ class TextSizes:
 def plan_text_sizes(
     traits: Traits, *, rows: int, max_seq_len: int, vocab_size: int, weight_bytes: int
 ) -> TextSizes:
-    longest = max_seq_len
-    if longest > LENGTH_STEP:
-        longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    step = LENGTH_STEP if max_seq_len > LENGTH_STEP else SHORTEST
+    longest = -(-max_seq_len // step) * step
     logit_bytes = rows * vocab_size * 4
     return TextSizes(
         rows=rows,

@@ -14,6 +14,7 @@ import pytest
 from levserve.device.host import free_memory, peak_memory, process_memory
 from levserve.device.memory_error import check_address_space, explained
 from levserve.device.sizing import Sizes, plan_sizes
+from levserve.device.text_sizing import plan_text_sizes
 from levserve.errors import ConfigError, StartupError
 from levserve.model.traits import CPU_TRAITS, GPU_KERNEL_TRAITS, GPU_TRAITS, Traits
 from levserve.settings.parse import parse_settings
@@ -330,3 +331,25 @@ def test_prompts_are_mixed_with_decoding_where_it_costs_nothing_and_changes_noth
         ({"mixed_context": 256}, 0),
     ):
         assert plan(rows=32, traits=replace(CPU_TRAITS, **given)).mixed_tokens == mixed
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "lengths"),
+    [
+        (20, (32,)),
+        (40, (32, 64)),
+        (100, (32, 64, 128)),
+        (200, (32, 64, 128, 224)),
+        (300, (32, 64, 128, 256, 512)),
+    ],
+)
+def test_texts_are_padded_to_whole_pages_and_limited_to_what_was_asked_for(
+    max_seq_len: int, lengths: tuple[int, ...]
+) -> None:
+    sizes = plan_text_sizes(
+        GPU_KERNEL_TRAITS, rows=64, max_seq_len=max_seq_len, vocab_size=96, weight_bytes=0
+    )
+    assert sizes.lengths == lengths
+    assert sizes.max_seq_len == max_seq_len
+    assert sizes.num_tokens == 64 * max_seq_len
+    assert any(line.startswith(f"context     {max_seq_len} tokens") for line in sizes.describe())

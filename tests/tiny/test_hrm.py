@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levserve.device.text_sizing import plan_text_sizes
 from levserve.model import text_attention
 from levserve.model.config import Rope
 from levserve.model.gpu.backend import GpuBackend
@@ -16,6 +18,7 @@ from levserve.model.hrm import Hrm
 from levserve.model.hrm_config import HrmConfig, hrm_parameter_shapes
 from levserve.model.rotary import angles_at
 from levserve.model.text_attention import Texts
+from levserve.model.traits import GPU_KERNEL_TRAITS
 from levserve.model.xla import XLA_ON_CPU
 from levserve.settings.parse import parse_settings
 from levserve.weights.brain_config import read_brain_config
@@ -125,6 +128,20 @@ def test_a_gpus_kernels_mix_the_same_as_xla() -> None:
     np.testing.assert_allclose(np.asarray(mixed)[seen], np.asarray(wanted)[seen], atol=1e-5)
 
 
+@pytest.mark.parametrize("max_seq_len", [40, 100])
+def test_a_gpus_kernels_keep_texts_apart_whatever_their_limit_is(max_seq_len: int) -> None:
+    sizes = plan_text_sizes(GPU_KERNEL_TRAITS, rows=8, max_seq_len=max_seq_len, vocab_size=96, weight_bytes=0)
+    longest = sizes.lengths[-1]
+    qkv, texts = random_heads(num_heads=2, size=16, lengths=(max_seq_len, max_seq_len - 7, 5), chunk=longest)
+    backend = GpuBackend(interpret=True)
+    scratch = backend.text_scratch(*texts.is_real.shape, 2, 16, FLOAT32)
+    mixed, _ = jax.jit(lambda *given: backend.attend_texts(*given, 2))(qkv, texts, scratch)
+    seen = np.asarray(texts.is_real)
+    np.testing.assert_allclose(
+        np.asarray(mixed)[seen], np.asarray(attend_to_all(qkv, texts))[seen], atol=1e-5
+    )
+
+
 def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
     config = HrmConfig(96, 32, 16, 2, 1, 1, 2, 2, num_experts=4, experts_per_token=2, max_position=64)
     random = np.random.default_rng(0)
@@ -141,10 +158,13 @@ def test_a_gpus_kernels_compute_a_whole_brain_as_xla_does() -> None:
     np.testing.assert_allclose(kernels, xla, atol=1e-4)
 
 
-def random_heads(*, num_heads: int, size: int) -> tuple[jax.Array, Texts]:
-    """The heads of a text of 64 tokens and of one of 40."""
-    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64, 3 * num_heads * size), np.float32))
-    places, lengths = np.arange(64, dtype=np.int32)[None], np.asarray([[64], [40]], np.int32)
+def random_heads(
+    *, num_heads: int, size: int, lengths: Sequence[int] = (64, 40), chunk: int = 64
+) -> tuple[jax.Array, Texts]:
+    """The heads of texts of these lengths."""
+    shape = len(lengths), chunk
+    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((*shape, 3 * num_heads * size), np.float32))
+    places, ends = np.arange(chunk, dtype=np.int32)[None], np.asarray(lengths, np.int32)[:, None]
     angles = jax.jit(angles_at, static_argnums=1)(places, Rope(size, 10_000.0, None))
-    lasts = np.broadcast_to(lengths - 1, (2, 64))
-    return qkv, Texts(angles, jnp.asarray(places < lengths), jnp.asarray(lasts))
+    lasts = np.broadcast_to(ends - 1, shape)
+    return qkv, Texts(angles, jnp.asarray(places < ends), jnp.asarray(lasts))

@@ -146,6 +146,7 @@ class GpuBackend(XlaBackend):
     ) -> tuple[jax.Array, Arrays]:
         """Uses the prompts' kernels. Every query gets its text's last position, so it sees the whole text."""
         rows, chunk, width = qkv.shape
+        assert chunk % TEXT_PAGE == 0, "a page belongs to one text"
         size = width // (3 * num_heads)
         numbers = np.arange(rows * chunk, dtype=np.int32).reshape(rows, chunk)
         pages, offsets = (jnp.asarray(part.reshape(-1)) for part in np.divmod(numbers, TEXT_PAGE))
