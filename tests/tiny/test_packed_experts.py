@@ -150,6 +150,7 @@ def test_half_empty_tiles_give_the_same() -> None:
         ((128, 2816, 4096), SCHEMES["awq"], True),
         ((8, 1536, 2048), replace(SCHEMES["awq"], in_lanes=True), False),
         ((8, 24, 2048), SCHEMES["q4_k"], False),
+        ((8, 48, 2048), SCHEMES["q4_k"], False),
         ((8, 64, 72), SCHEMES["q8_0"], False),
         ((8, 64, 48), SCHEMES["q4_0"], False),
         ((256, 1 << 16, 1 << 10), SCHEMES["q8_0"], False),
@@ -197,3 +198,16 @@ def test_the_backend_mixes_packed_experts_as_xla_does(rows: int, monkeypatch: py
     widened = 2 * 3 * MLP * EMBED * 3
     assert GpuBackend().scratch_bytes(config, schemes) == widened
     assert GpuBackend().scratch_bytes(config, dict.fromkeys(schemes, SCHEMES["awq"])) == 0
+
+
+@pytest.mark.parametrize("mlp", range(16, 129, 8))
+def test_matrices_are_kept_packed_only_if_the_kernels_multiply_with_them(mlp: int) -> None:
+    scheme = Scheme(Code.INT8, scale=FLOAT16)
+    shapes = (EXPERTS, 2 * mlp, 64), (EXPERTS, 64, mlp)
+    kept = [GpuBackend().arrange(scheme, shape, BFLOAT16) is not None for shape in shapes]
+    matrices = [
+        random_matrix(scheme, shape) if is_kept else jax.ShapeDtypeStruct(shape, BFLOAT16)
+        for shape, is_kept in zip(shapes, kept)
+    ]
+    plans = [choose_plan(num_tokens, RULE, *matrices, BFLOAT16) for num_tokens in (4, 20, 40, 400)]
+    assert any(kept) == all(plans)

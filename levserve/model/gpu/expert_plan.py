@@ -185,10 +185,13 @@ def _has_small_groups(scheme: Scheme | None) -> bool:
 def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether the kernels multiply with packed matrices [expert, out, in] of this shape, in this type."""
     num_columns = shape[1]
-    return all(
-        _fit_packed(plan.gate_up, scheme, shape, num_columns, dtype) is not None
-        for plan in NIBBLES_BY_SHARE.values()
-    )
+    # The matrix may be that of the gate and up, whose halves are tiled separately. For the other matrix, as
+    # wide as the model, this asks for more than the kernels need, but for no more than models have.
+    if num_columns % (2 * SMALLEST):
+        return False
+    plans = [*NIBBLES_BY_SHARE.values(), *BYTES_BY_SHARE.values()]
+    tilings = [tiling for plan in plans for tiling in (plan.gate_up, plan.down)]
+    return all(_fit_packed(tiling, scheme, shape, num_columns, dtype) is not None for tiling in tilings)
 
 
 def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, codes: Sequence[Code]) -> Plan:
