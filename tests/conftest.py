@@ -162,6 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("kubectl", find_kubectl),
             ("podman", find_podman),
             ("h200", find_plugin),
+            ("l4", find_plugin),
             ("mosaic", find_interpreter),
             ("harness", find_harness),
         ):

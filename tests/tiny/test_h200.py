@@ -161,3 +161,20 @@ def test_the_kernels_take_a_cache_in_fp8_and_widen_it_by_instructions_of_their_o
         ):
             assert WIDEN_FP8 in lowered.as_text()
             lowered.compile()
+
+
+@pytest.mark.parametrize(("group", "size"), [(48, 128), (64, 128), (16, 256), (64, 256)])
+def test_prompts_of_many_query_heads_on_one_key_fit_into_shared_memory(group: int, size: int) -> None:
+    rows, chunk = 8, 64
+
+    def placed(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=given().leaves[0].sharding)
+
+    with on_the_card():
+        compiled = paged_attention.lower(
+            placed(rows, chunk, 1, group, size, dtype=jnp.bfloat16),
+            placed(NUM_PAGES, 2, 1, 32, size, dtype=jnp.bfloat16),
+            placed(rows, 8),
+            placed(rows, chunk),
+        ).compile()
+    assert "paged_attention" in compiled.as_text()

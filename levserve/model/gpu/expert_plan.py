@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from levserve.model.backend import ExpertMatrix, ExpertRule
 from levserve.model.config import Activation
+from levserve.model.gpu.expert_memory import bytes_needed
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.packed_plan import piece_width
+from levserve.model.gpu.shared_memory import has_measured_memory, most_stages
 from levserve.model.packed import Code, PackedMatrix, Scheme
 
 FEW_TOKENS = 16
@@ -158,8 +160,8 @@ def choose_plan(
         return None
     return replace(
         plan,
-        gate_up=of_gate_up,
-        down=of_down,
+        gate_up=_fit_memory(of_gate_up, gate_up, plan.size, 2 if rule.is_gated else 1),
+        down=_fit_memory(of_down, down, plan.size, 1),
         rounds=num_tokens >= MANY_TOKENS and dtype == jnp.bfloat16,
         is_gated=rule.is_gated,
         activation=rule.activation,
@@ -230,3 +232,18 @@ def _fit_packed(
     fitted = replace(fitted, depth=min(fitted.depth, MAX_PIECES * piece))
     is_tiled = math.prod(codes) < MAX_ELEMENTS and min(fitted.columns, piece) >= SMALLEST
     return fitted if is_tiled and dtype == jnp.bfloat16 and not scheme.in_lanes else None
+
+
+def _fit_memory(tiling: Tiling, matrix: ExpertMatrix, num_pairs: int, tiles: int) -> Tiling:
+    """The tiling with as many stages as the card's shared memory has room for, or with less depth."""
+    while not has_measured_memory():
+        needed = bytes_needed(
+            matrix, tiles=tiles, columns=tiling.columns, depth=tiling.depth, num_pairs=num_pairs
+        )
+        num_stages = most_stages(tiling.num_stages, needed.step, needed.other)
+        if num_stages is not None:
+            return replace(tiling, num_stages=num_stages)
+        if tiling.depth == SMALLEST:
+            break
+        tiling = replace(tiling, depth=tiling.depth // 2)
+    return tiling

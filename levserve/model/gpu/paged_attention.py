@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import FP8, multiplied_in
+from levserve.model.gpu.shared_memory import most_stages
 
 MASKED = -1e30
 LOG2_E = math.log2(math.e)
@@ -29,6 +30,11 @@ MIN_ROWS = 16
 QUERY_BLOCK, BLOCK_ROWS = 16, 64
 """Queries of a row that prefill takes together: at least `QUERY_BLOCK`, and more if their query heads fill no
 more than `BLOCK_ROWS` rows of a product."""
+MANY_HEADS, MOST_ROWS = 32, 256
+"""Groups of more than `MANY_HEADS` query heads have fewer queries, whose heads fill `MOST_ROWS` rows: 1,024
+rows would not fit into shared memory, and 512 take three times as long to compile as 256."""
+FEWEST_KEYS = 16
+"""Keys of the smallest product."""
 NUM_PROCESSORS = 132
 """Processors (SMs) of an H200, for which the number of splits is chosen."""
 MANY_QUERY_PROGRAMS, ONE_QUERY_PROGRAMS = 2 * NUM_PROCESSORS, 8 * NUM_PROCESSORS
@@ -84,9 +90,8 @@ def paged_attention(
     """
     rows, chunk, kv_heads, group, size = q.shape
     page_size = pool.shape[3]
-    queries = math.gcd(chunk, max(QUERY_BLOCK, BLOCK_ROWS >> (group - 1).bit_length()))
+    queries, tiling = choose_block(q.shape, pool.dtype)
     num_blocks = rows * chunk // queries
-    tiling = choose_tiling(queries, size, pool.dtype, num_blocks * kv_heads)
     table, num_steps = pad_table(table, page_size, tiling.keys)
     splits = splits or choose_splits(
         num_blocks * kv_heads, num_steps, ONE_QUERY_PROGRAMS if queries == 1 else MANY_QUERY_PROGRAMS
@@ -139,8 +144,40 @@ def paged_attention(
     return merge(mixed, tops, totals, by_head).astype(dtype).reshape(q.shape)
 
 
+def choose_block(shape: tuple[int, ...], dtype: jnp.dtype) -> tuple[int, Tiling]:
+    """How many queries of a row a program takes together, for q of this shape, and how it is tiled: as few
+    queries as needed for its tiles to fit into the card's shared memory."""
+    rows, chunk, kv_heads, group, size = shape
+    heads = power_of_two(group)
+    fewest = QUERY_BLOCK if heads <= MANY_HEADS else MOST_ROWS // heads
+    queries = math.gcd(chunk, max(fewest, BLOCK_ROWS // heads, 1))
+    while True:
+        tiling = choose_tiling(queries, size, dtype, rows * chunk // queries * kv_heads)
+        fitted = fit_memory(tiling, max(queries * heads, MIN_ROWS), size, dtype)
+        if fitted is not None or queries == 1:
+            return queries, fitted or tiling
+        queries //= 2
+
+
+def fit_memory(tiling: Tiling, num_rows: int, size: int, dtype: jnp.dtype) -> Tiling | None:
+    """The tiling with as many stages, or else keys, as the card's shared memory has room for beside the rows
+    of queries; None if there is too little for any."""
+    size, multiplied = power_of_two(size), multiplied_in(dtype).itemsize
+    keys = tiling.keys
+    while keys >= FEWEST_KEYS:
+        stage = 2 * keys * size * dtype.itemsize
+        # Where a product has more columns than rows, several warps share each row, and exchange its weights.
+        weights = num_rows * keys * multiplied if num_rows < size else 0
+        stages = most_stages(tiling.num_stages, stage, num_rows * size * multiplied + weights)
+        if stages is not None:
+            return tiling._replace(keys=keys, num_stages=stages)
+        keys //= 2
+    return None
+
+
 def choose_tiling(queries: int, size: int, dtype: jnp.dtype, num_programs: int) -> Tiling:
-    """How a program is tiled. Larger keys take shorter steps: keys and values of all stages share 227 KB."""
+    """How a program is tiled on an H200. Larger keys take shorter steps: keys and values of all stages share
+    227 KB."""
     key_bytes = size * dtype.itemsize
     if queries == 1 and dtype == FP8:
         return FEW_QUERIES_OF_FP8
