@@ -149,7 +149,9 @@ def test_the_second_product_alone_is_for_mosaic_where_small_experts_have_many_to
     monkeypatch.setattr(backend, "is_hopper", lambda: True)
 
     def add(x: jax.Array, scores: jax.Array, is_real: jax.Array, *matrices: jax.Array) -> jax.Array:
-        experts: Any = SimpleNamespace(rule=rule, matrices=matrices, biases=None, correction=None)
+        experts: Any = SimpleNamespace(
+            rule=rule, matrices=matrices, dtype=matrices[0].dtype, biases=None, correction=None
+        )
         return GpuBackend(expert_kernels=kernels).add_experts(x, x, scores, is_real, experts)
 
     embed, types = 512, (jnp.float32, jnp.float32, jnp.bool_, jnp.bfloat16, jnp.bfloat16)
