@@ -15,7 +15,7 @@ from levserve.model.backend import ExpertMatrix, ExpertRule
 from levserve.model.cache import FP8
 from levserve.model.config import Activation, Routing
 from levserve.model.gpu.expert_memory import bytes_needed
-from levserve.model.gpu.expert_plan import BY_SHARE, FEW, PACKED_BY_SHARE, PACKED_FEW, Plan, choose_plan
+from levserve.model.gpu.expert_plan import BY_SHARE, FEW, NIBBLES_BY_SHARE, NIBBLES_FEW, Plan, choose_plan
 from levserve.model.gpu.paged_attention import LOG2_E, choose_block, paged_attention
 from levserve.model.gpu.shared_memory import H200_BYTES, SMALLEST_BYTES, shared_memory
 from levserve.model.packed import Code, Scheme
@@ -80,7 +80,12 @@ def test_experts_on_an_h200_are_tiled_as_measured(num_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "measured"),
-    [(4, PACKED_FEW), (40, PACKED_BY_SHARE[24]), (90, PACKED_BY_SHARE[48]), (400, PACKED_BY_SHARE[math.inf])],
+    [
+        (4, NIBBLES_FEW),
+        (40, NIBBLES_BY_SHARE[24]),
+        (90, NIBBLES_BY_SHARE[48]),
+        (400, NIBBLES_BY_SHARE[math.inf]),
+    ],
 )
 def test_packed_experts_on_an_h200_have_all_their_stages(num_tokens: int, measured: Plan) -> None:
     with named("NVIDIA H200"):
@@ -112,7 +117,7 @@ def test_where_not_even_two_stages_fit_a_step_is_shorter(monkeypatch: pytest.Mon
     plan = plan_of(2048)
     assert (plan.gate_up.num_stages, plan.gate_up.depth) == (2, 32)
     packed = packed_plan_of(400)
-    assert packed.gate_up.depth < PACKED_BY_SHARE[math.inf].gate_up.depth
+    assert packed.gate_up.depth < NIBBLES_BY_SHARE[math.inf].gate_up.depth
 
 
 @pytest.mark.parametrize(
