@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,39 +92,20 @@ MANY_TOKENS = 1024
 they are most of what is written and read. A layer of Qwen3-30B-A3B then differs from one in float32 by
 5.2e-4 of the largest value, not 1.7e-4."""
 
-
-NIBBLES_FEW = Plan(
-    16, Tiling(64, 128, 2, 3, is_matrix_first=True), Tiling(64, 128, 2, 3, is_matrix_first=True)
-)
-BYTES_FEW = Plan(
-    16, Tiling(64, 128, 4, 3, is_matrix_first=True), Tiling(128, 128, 4, 3, is_matrix_first=True)
-)
+PACKED = functools.partial(Tiling, is_matrix_first=True)
+NIBBLES_FEW = Plan(16, PACKED(64, 128, 2, 3), PACKED(64, 128, 2, 3))
+BYTES_FEW = Plan(16, PACKED(64, 128, 4, 3), PACKED(128, 128, 4, 3))
 NIBBLES_BY_SHARE = {
-    6: Plan(16, Tiling(64, 128, 2, 3, is_matrix_first=True), Tiling(128, 128, 4, 3, is_matrix_first=True)),
-    24: Plan(
-        32,
-        Tiling(128, 64, 4, 3, is_matrix_first=True),
-        Tiling(128, 128, 4, 3, is_matrix_first=True),
-        halvings=1,
-    ),
-    48: Plan(64, Tiling(64, 64, 4, 3, is_matrix_first=True), Tiling(128, 64, 4, 3, is_matrix_first=True)),
-    math.inf: Plan(
-        128,
-        Tiling(64, 64, 4, 2, is_matrix_first=True),
-        Tiling(128, 64, 8, 3, is_matrix_first=True),
-        halvings=1,
-    ),
+    6: Plan(16, PACKED(64, 128, 2, 3), PACKED(128, 128, 4, 3)),
+    24: Plan(32, PACKED(128, 64, 4, 3), PACKED(128, 128, 4, 3), halvings=1),
+    48: Plan(64, PACKED(64, 64, 4, 3), PACKED(128, 64, 4, 3)),
+    math.inf: Plan(128, PACKED(64, 64, 4, 2), PACKED(128, 64, 8, 3), halvings=1),
 }
 """The same where a matrix is packed, measured with groups of 128. The depth is in bytes, and the matrix is
 always the first factor."""
 BYTES_BY_SHARE = NIBBLES_BY_SHARE | {
     6: BYTES_FEW,
-    24: Plan(
-        32,
-        Tiling(64, 128, 4, 3, is_matrix_first=True),
-        Tiling(128, 128, 4, 3, is_matrix_first=True),
-        halvings=1,
-    ),
+    24: Plan(32, PACKED(64, 128, 4, 3), PACKED(128, 128, 4, 3), halvings=1),
 }
 PACKED_PLANS = {True: (NIBBLES_FEW, NIBBLES_BY_SHARE), False: (BYTES_FEW, BYTES_BY_SHARE)}
 """By whether two codes share a byte: the plan for few tokens, and the others."""
