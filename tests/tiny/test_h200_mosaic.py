@@ -34,7 +34,9 @@ def compile_there(num_tokens: int, kernels: ExpertKernels = ExpertKernels.AUTO) 
     def mix(
         x: jax.Array, scores: jax.Array, is_real: jax.Array, gate_up: jax.Array, down: jax.Array
     ) -> jax.Array:
-        experts: Any = SimpleNamespace(rule=RULE, matrices=(gate_up, down), biases=None, correction=None)
+        experts: Any = SimpleNamespace(
+            rule=RULE, matrices=(gate_up, down), dtype=gate_up.dtype, biases=None, correction=None
+        )
         return GpuBackend(expert_kernels=kernels).mix_experts(x, scores, is_real, experts)
 
     given = [
@@ -84,7 +86,9 @@ def test_of_small_experts_mosaic_makes_the_second_product_alone_and_adds_the_res
     def add(
         added: jax.Array, x: jax.Array, scores: jax.Array, is_real: jax.Array, *matrices: jax.Array
     ) -> jax.Array:
-        experts: Any = SimpleNamespace(rule=SMALL, matrices=matrices, biases=None, correction=None)
+        experts: Any = SimpleNamespace(
+            rule=SMALL, matrices=matrices, dtype=matrices[0].dtype, biases=None, correction=None
+        )
         return GpuBackend().add_experts(added, x, scores, is_real, experts)
 
     given = [
