@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ def read_prompts(given: object, argument: str) -> Items:
 def read_items(given: object, argument: str, wanted: str = "a list") -> Items:
     """The items of a list or another iterable; raises `BadRequest` for what is none."""
     listed = _listed(given)
-    if isinstance(listed, (str, Mapping, Set, *BYTES)) or not isinstance(listed, Iterable):
+    if isinstance(listed, (str, Mapping, set, frozenset, *BYTES)) or not isinstance(listed, Iterable):
         raise _wrong_type(argument, wanted, given)
     return Items(listed, argument)
 

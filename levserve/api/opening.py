@@ -54,6 +54,7 @@ def open_device(settings: Settings, report: Callable[[str], None] | None = None)
     check_source(settings)
     settings = resolve_rows(settings)
     set_threads(settings.threads)
+    _remember_process()
     opened = OpenedDevice(settings, report or _log_progress)
     try:
         opened.wait_ready()
@@ -130,13 +131,16 @@ class OpenedDevice:
 
 def _require_unforked() -> None:
     """Refuses to open a model where jax would hang: its threads are in the process that was forked."""
-    global _first_process
-    _first_process = _first_process or os.getpid()
-    if _first_process != os.getpid():
+    if _first_process not in (0, os.getpid()):
         raise StartupError(
             "this process was forked from one that had opened a model, whose threads are not here: "
             "start processes with multiprocessing's 'spawn', or before a model is opened"
         )
+
+
+def _remember_process() -> None:
+    global _first_process
+    _first_process = os.getpid()
 
 
 def _log_progress(line: str) -> None:

@@ -171,4 +171,5 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _is_half_result(line: bytes) -> bool:
+    line = line.rstrip(b"\0")  # which some file systems leave in place of what a power failure took
     return FIRST_FIELD.startswith(line) or HALF_RESULT.fullmatch(line) is not None

@@ -147,3 +147,4 @@ def test_no_model_is_opened_in_a_process_that_was_forked_from_one_with_a_model(
     monkeypatch.setattr(opening, "_first_process", 0)
     with pytest.raises(StartupError, match="does not exist"):
         opening.open_device(Settings(model="/nowhere/at-all"))
+    assert opening._first_process == 0, "no threads were started"

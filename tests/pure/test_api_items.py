@@ -50,6 +50,12 @@ def test_lists_of_numpy_arrays_are_lists_of_token_ids(model: Model, prompts: Any
     assert {type(token) for score in scores for token in score.tokens} == {int}
 
 
+def test_keys_and_items_of_a_dict_are_lists_in_its_order(model: Model) -> None:
+    continuations = {"t17 t18": " t19", "t20": " t21"}
+    assert model.generate(continuations.keys(), **SHORT) == model.generate(list(continuations), **SHORT)
+    assert model.score(continuations.items()) == model.score(list(continuations.items()))
+
+
 WRONG = [None, 5, b"t17", bytearray(b"t17"), memoryview(b"t17"), {"t17": 1}, {17, 18}, object(), np.array(17)]
 WRONG_TOKENS = [[True, False], [17, True], [np.True_], [17.0], [17, "t18"], [17, None], np.array([17.0])]
 

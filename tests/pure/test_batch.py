@@ -290,7 +290,15 @@ class TestResume:
 
     @pytest.mark.parametrize(
         "torn",
-        [b"", b"{", b'{"id":"batch_req_', b'{"id":"batch_req_28_0', b'{"id":"batch_req_28_00000000","custom'],
+        [
+            b"",
+            b"{",
+            b'{"id":"batch_req_',
+            b'{"id":"batch_req_28_0',
+            b'{"id":"batch_req_28_00000000","custom',
+            bytes(100),
+            b'{"id":"bat' + bytes(100),
+        ],
     )
     def test_nothing_is_lost_and_nothing_is_done_twice(
         self, own_app: App, tmp_path: Path, torn: bytes

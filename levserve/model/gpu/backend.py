@@ -295,7 +295,8 @@ class GpuBackend(XlaBackend):
 
     def _widened_for_prompts(self, x: jax.Array, experts: Mixture) -> tuple[jax.Array, Mixture]:
         rule, given = experts.rule, (stored(matrix) for matrix in experts.matrices)
-        if len(x) * rule.per_token <= WIDENED_FROM * rule.num_experts or not bytes_to_widen(*given):
+        is_prompt = len(x) * rule.per_token > WIDENED_FROM * rule.num_experts
+        if not is_prompt or experts.dtype != jnp.bfloat16 or not bytes_to_widen(*given):
             return x, experts
         # XLA moves invariants out of loops, and would keep the widened matrices of all layers in memory.
         x, experts = lax.optimization_barrier((x, experts))

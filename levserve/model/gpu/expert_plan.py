@@ -163,7 +163,10 @@ def stored(matrix: ExpertMatrix) -> Stored:
 
 
 def _has_small_groups(scheme: Scheme | None) -> bool:
-    return scheme is not None and scheme.columns is not None and scheme.columns < SMALL_GROUP
+    """Not if activations are rounded too, which only the kernels do."""
+    if scheme is None or scheme.columns is None or scheme.rounds_rows:
+        return False
+    return scheme.columns < SMALL_GROUP
 
 
 def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
