@@ -106,7 +106,7 @@ def test_the_memory_in_between_is_what_the_pairs_give(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [8, 64, 4096])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_packed_experts_are_never_widened_in_memory(name: str, num_tokens: int) -> None:
+def test_the_kernels_never_widen_packed_experts_in_memory(name: str, num_tokens: int) -> None:
     compiled = compile_there(num_tokens, name)
     names = [thunk.name for thunk in compiled.thunks]
     assert {"experts_up", "experts_down"} <= {*names}
