@@ -27,8 +27,10 @@ class Fp8Rows(NamedTuple):
 
     def widen(self) -> jax.Array:
         """The values that the codes stand for, as float32."""
-        groups = self.codes.astype(jnp.float32).reshape(*self.largest.T.shape, -1)
-        return (groups * (self.largest.T / LARGEST_FP8)[..., None]).reshape(self.codes.shape)
+        # On a GPU XLA removes a conversion to FP8 and back, and with it the rounding.
+        codes = lax.optimization_barrier(self.codes)
+        groups = codes.astype(jnp.float32).reshape(*self.largest.T.shape, -1)
+        return (groups * (self.largest.T / LARGEST_FP8)[..., None]).reshape(codes.shape)
 
 
 def round_rows(x: jax.Array, group: int | None) -> Fp8Rows:

@@ -77,16 +77,31 @@ def compile_there(num_tokens: int, name: str = "") -> Compiled:
     return compile_on_the_card(lambda: jax.jit(mix).trace(*jax.tree.map(placed, given)).lower())
 
 
+def kernels_in_bfloat16(num_tokens: int) -> list[str]:
+    """The names of the graph's kernels."""
+    thunks = compile_there(num_tokens).thunks
+    return [thunk.name for thunk in inside(thunks, 0) if thunk.kind not in HOLDERS]
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_experts_are_one_graph_of_five_kernels(num_tokens: int) -> None:
     thunks = compile_there(num_tokens).thunks
     assert [thunk.kind for thunk in thunks if thunk.depth == 0] == ["kCommandBuffer"]
-    names = [thunk.name for thunk in inside(thunks, 0) if thunk.kind not in HOLDERS]
+    names = kernels_in_bfloat16(num_tokens)
     ours = ["choose_experts", *(["tile_pairs"] if num_tokens > 16 else []), "experts_up", "experts_down"]
     assert [name for name in names if name in ours] == ours
     assert len(names) == len(ours) + 2, (
         "the sum, and once for all layers the tokens that are real as integers"
     )
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_experts_in_fp8_take_one_kernel_more(num_tokens: int) -> None:
+    """It rounds the tokens' values; hidden values are rounded by the product that they come from."""
+    thunks = [thunk for thunk in compile_there(num_tokens, "fp8").thunks if thunk.kind not in HOLDERS]
+    assert len(thunks) == len(kernels_in_bfloat16(num_tokens)) + 1
+    names = [thunk.name for thunk in thunks]
+    assert names.count("round_fp8") == 1 < names.index("experts_up") - names.index("choose_experts")
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)

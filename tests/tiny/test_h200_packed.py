@@ -24,7 +24,7 @@ from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.gpu.assembly import UNASKED_BYTES
 from levserve.model.gpu.backend import GpuBackend
-from levserve.model.packed import Code, Kept, PackedMatrix, Scheme
+from levserve.model.packed import Code, Kept, PackedMatrix, Scheme, round_as_asked
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
@@ -143,6 +143,13 @@ def test_tensor_cores_multiply_fp8_as_it_is(name: str, rows: int, tmp_path: Path
     kernel = compile_product(name, rows, "fp8_product", tmp_path)
     assert re.search(r"wgmma\.mma_async\.\S+\.e4m3\.e4m3", kernel)
     assert not re.search(r"mma\S*\.f16\.f16", kernel)
+
+
+def test_rounding_to_fp8_is_not_removed_as_a_conversion_there_and_back() -> None:
+    x = placed(jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16))
+    with on_the_card():
+        compiled = jax.jit(lambda x: round_as_asked(x, SCHEMES["fp8"])).lower(x).compile()
+    assert "f8e4m3fn[512,4096]" in compiled.as_text()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from haliax import Axis
 
 from levserve.model.backend import ExpertChoice, ExpertRule
 from levserve.model.cache import FP8, multiplied_in
@@ -14,6 +15,7 @@ from levserve.model.config import Activation, Routing
 from levserve.model.gpu.expert_plan import choose_plan
 from levserve.model.gpu.grouped_experts import mix_grouped
 from levserve.model.gpu.paged_attention import paged_attention
+from levserve.model.packed import Code, PackedMatrix, Scheme
 from tests.l4 import compile_on_the_card, placed
 
 pytestmark = [
@@ -41,6 +43,34 @@ def test_experts_in_bfloat16_compile(num_tokens: int) -> None:
         placed(num_tokens, RULE.per_token),
         placed(RULE.num_experts, 2 * MLP, EMBED, dtype=jnp.bfloat16),
         placed(RULE.num_experts, EMBED, MLP, dtype=jnp.bfloat16),
+    )
+    assert "experts_up" in text and "experts_down" in text
+
+
+@pytest.mark.parametrize("group", [128, None], ids=["blocks", "whole rows"])
+@pytest.mark.parametrize("num_tokens", [4, 48, 200, 2048])
+def test_experts_in_fp8_compile(num_tokens: int, group: int | None) -> None:
+    scheme = Scheme(Code.FP8, group, group or 1, rounds_rows=True)
+    shapes = (RULE.num_experts, 2 * MLP, EMBED), (RULE.num_experts, EMBED, MLP)
+    parts = [scheme.array_shapes(shape) for shape in shapes]
+    arrays = [placed(*shape, dtype=dtype) for each in parts for shape, dtype in each.values()]
+
+    def mix(x: jax.Array, experts: jax.Array, weights: jax.Array, *arrays: jax.Array) -> jax.Array:
+        axes = [[Axis(name, size) for name, size in zip("eoi", shape)] for shape in shapes]
+        up, down = (
+            PackedMatrix.from_arrays(dict(zip(each, given)), scheme, tuple(of_matrix))
+            for each, given, of_matrix in zip(parts, (arrays[:2], arrays[2:]), axes)
+        )
+        plan = choose_plan(num_tokens, RULE, up, down, jnp.dtype(jnp.bfloat16))
+        assert plan is not None and plan.gate_up.multiplies_fp8 and plan.down.multiplies_fp8
+        return mix_grouped(x, ExpertChoice(experts, weights), up, down, plan=plan)
+
+    text = compile_on_the_card(
+        mix,
+        placed(num_tokens, EMBED, dtype=jnp.bfloat16),
+        placed(num_tokens, RULE.per_token, dtype=jnp.int32),
+        placed(num_tokens, RULE.per_token),
+        *arrays,
     )
     assert "experts_up" in text and "experts_down" in text
 

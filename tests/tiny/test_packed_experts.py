@@ -14,11 +14,13 @@ import pytest
 from levserve.model.backend import Backend, ExpertChoice, ExpertMatrix, ExpertRule
 from levserve.model.config import Activation, ModelConfig, Routing
 from levserve.model.decoder import Decoder
+from levserve.model.fp8_rows import round_rows
 from levserve.model.gpu import backend as gpu
+from levserve.model.gpu import expert_plan
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.expert_plan import Plan, Tiling, choose_plan
 from levserve.model.gpu.grouped_experts import mix_grouped
-from levserve.model.packed import OFFSET, SCALE, Code, Kept, PackedMatrix, Scheme, round_as_asked
+from levserve.model.packed import OFFSET, SCALE, Code, Kept, PackedMatrix, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.xla import XlaBackend
 from tests.packed_matrices import random_matrix
@@ -28,6 +30,7 @@ SCHEMES = {
     "fp8 in blocks": Scheme(Code.FP8, 128, 128),
     "fp8 in blocks, activations too": Scheme(Code.FP8, 128, 128, rounds_rows=True),
     "fp8 by row": Scheme(Code.FP8),
+    "fp8 by row, activations too": Scheme(Code.FP8, rounds_rows=True),
     "awq": Scheme(Code.UINT4, 64, has_zeros=True, scale=FLOAT16),
     "q4_0": Scheme(Code.UINT4, 32, zero=8, scale=FLOAT16),
     "q4_k": Scheme(Code.UINT4, 32, has_offsets=True, scale=FLOAT16),
@@ -68,8 +71,8 @@ def numbers_of(matrix: ExpertMatrix) -> np.ndarray:
 
 def as_asked(rows: np.ndarray, matrix: ExpertMatrix) -> np.ndarray:
     rounded = jnp.asarray(rows.astype(BFLOAT16))
-    if isinstance(matrix, PackedMatrix):
-        rounded = round_as_asked(rounded, matrix.scheme)
+    if isinstance(matrix, PackedMatrix) and matrix.scheme.rounds_rows:
+        rounded = round_rows(rounded[None], matrix.scheme.columns).widen()[0]
     return np.asarray(rounded).astype(np.float64)
 
 
@@ -120,12 +123,36 @@ def check(num_tokens: int, gate_up: ExpertMatrix, down: ExpertMatrix, plan: Plan
 
 
 @pytest.mark.parametrize(
-    ("name", "num_tokens"), [*((name, 40) for name in SCHEMES), ("awq", 5), ("q4_k", 5), ("fp8 by row", 5)]
+    ("name", "num_tokens"),
+    [
+        *((name, 40) for name in SCHEMES),
+        ("awq", 5),
+        ("q4_k", 5),
+        ("fp8 by row", 5),
+        ("fp8 in blocks, activations too", 5),
+        ("fp8 by row, activations too", 5),
+    ],
 )
 def test_packed_experts_compute_what_their_numbers_give(name: str, num_tokens: int) -> None:
     """With up to 16 tokens a program looks for its pairs itself; for more they are in tiles."""
     scheme = SCHEMES[name]
     check(num_tokens, small(scheme, (EXPERTS, 2 * MLP, EMBED)), small(scheme, (EXPERTS, EMBED, MLP)))
+
+
+def test_without_products_of_fp8_in_jax_rounded_rows_are_multiplied_by_widened_matrices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheme = SCHEMES["fp8 in blocks, activations too"]
+    matrices = [small(scheme, shape) for shape in ((EXPERTS, 2 * MLP, EMBED), (EXPERTS, EMBED, MLP))]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, EMBED)).astype(BFLOAT16))
+    results = []
+    for has_products in (True, False):
+        monkeypatch.setattr(expert_plan, "has_dot_fp8", lambda has_products=has_products: has_products)
+        plan = choose_plan(20, RULE, *matrices, BFLOAT16)
+        assert plan is not None and plan.gate_up.multiplies_fp8 == plan.down.multiplies_fp8 == has_products
+        got = mix_grouped(x, make_choice(20), *matrices, plan=plan, interpret=True)
+        results.append(np.asarray(got)[:-1])
+    assert np.linalg.norm(results[0] - results[1]) < 0.02 * np.linalg.norm(results[0])
 
 
 def test_one_matrix_may_be_packed_and_the_other_not() -> None:

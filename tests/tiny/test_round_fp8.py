@@ -128,8 +128,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         inner = getattr(gpu, name)
 
         def call(*arguments: object, **options: object) -> Fp8Rows:
-            plain = options.get("gate", "") is None
-            found.append("plain" if plain else name)
+            found.append(name)
             rounded: Fp8Rows = inner(*arguments, **options)
             return rounded
 
@@ -137,6 +136,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     watch("round_normed")
     watch("round_gated")
+    watch("round_in_groups")
     return found
 
 
@@ -184,7 +184,7 @@ def test_only_plain_norms_are_rounded_by_that_kernel(calls: Calls) -> None:
     for norm in (None, norm_of(In, is_layer_norm=True)):
         got = multiply_normed(product, x, norm)
         assert close(got, multiply(product, x, norm))
-    assert set(calls) == {"plain"}
+    assert set(calls) == {"round_in_groups"}
 
 
 def test_few_rows_of_a_narrow_matrix_are_rounded_by_the_product(calls: Calls) -> None:

@@ -31,7 +31,7 @@ from levserve.model.cache import Place, take_ends
 from levserve.model.config import ModelConfig
 from levserve.model.experts import are_few, mix_gathered
 from levserve.model.experts import choose_experts as choose_by_rule
-from levserve.model.fp8_rows import Fp8Rows, round_rows
+from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.gpu.decode_attention import decode_attention
 from levserve.model.gpu.draw import draw_tokens
 from levserve.model.gpu.expert_blocks import BLOCK
@@ -58,7 +58,7 @@ from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
-from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_normed, takes_groups
+from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_in_groups, round_normed, takes_groups
 from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import Angles
@@ -218,15 +218,9 @@ class GpuBackend(XlaBackend):
         cut = choose_fp8_tiling(*given)
         if cut is None:
             return None
-        x = x if cut.rounds_inside else self._round(x, scheme)
+        if not (cut.rounds_inside or isinstance(x, Fp8Rows)):
+            x = round_in_groups(x, scheme.columns, interpret=self.interpret)
         return multiply_fp8(matrix, x, cut=cut, interpret=self.interpret)
-
-    def _round(self, x: jax.Array | Fp8Rows, scheme: Scheme) -> Fp8Rows:
-        if isinstance(x, Fp8Rows):
-            return x
-        if takes_groups(x.shape[1], scheme.columns):
-            return round_gated(x, gate=None, group=scheme.columns, interpret=self.interpret)
-        return round_rows(x.astype(jnp.bfloat16), scheme.columns)
 
     def round_normed(
         self, x: jax.Array, weight: jax.Array, eps: float, matrix: PackedMatrix, widened: jnp.dtype

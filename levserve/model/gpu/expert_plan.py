@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from levserve.model.backend import ExpertMatrix, ExpertRule
 from levserve.model.config import Activation
 from levserve.model.gpu.expert_memory import bytes_needed
+from levserve.model.gpu.fp8_dot import has_dot_fp8
+from levserve.model.gpu.fp8_plan import SMALLEST_DEPTH
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.packed_plan import piece_width
 from levserve.model.gpu.shared_memory import has_measured_memory, most_stages
-from levserve.model.packed import Code, PackedMatrix, Scheme
+from levserve.model.packed import PackedMatrix, Scheme
 
 FEW_TOKENS = 16
 """With up to this many tokens, a tile has all of them, whatever their experts are."""
@@ -39,6 +41,8 @@ class Tiling:
     is_matrix_first: bool = False
     """Whether the matrix is the left factor of the product and the tokens are the right one. In Hopper's
     larger instructions the left one has at least 64 rows, but the right one may have only 8 columns."""
+    multiplies_fp8: bool = False
+    """Whether an FP8 matrix is multiplied with rows of FP8 as it is, not widened."""
 
     def fit(self, width: int, depth: int) -> Tiling:
         return replace(self, columns=math.gcd(self.columns, width), depth=math.gcd(self.depth, depth))
@@ -68,6 +72,12 @@ class Plan:
     @property
     def gate(self) -> Gate:
         return Gate(self.activation, self.is_gated, self.gate_limit, self.up_offset)
+
+    def ends_in_fp8(self, down: ExpertMatrix) -> bool:
+        """Whether the first product's kernel rounds the hidden values, which needs a whole group of them."""
+        if not (self.down.multiplies_fp8 and isinstance(down, PackedMatrix)):
+            return False
+        return self.gate_up.columns == down.scheme.columns
 
 
 FEW = Plan(16, Tiling(64, 128, 4, 4, is_matrix_first=True), Tiling(128, 128, 4, 3))
@@ -103,10 +113,23 @@ NIBBLES_BY_SHARE = {
 }
 """The same where a matrix is packed, measured with groups of 128. The depth is in bytes, and the matrix is
 always the first factor."""
+SMALL_GROUPS_FEW = Plan(16, PACKED(32, 64, 2, 3), PACKED(64, 64, 4, 3))
+SMALL_GROUPS_BY_SHARE = NIBBLES_BY_SHARE | {6: Plan(16, PACKED(32, 64, 1, 3), PACKED(128, 64, 4, 3))}
+"""The same with groups of 32, as GGUF's and MXFP4's: with at least as many threads as columns, or with one
+warp, scales need not pass from thread to thread."""
 BYTES_BY_SHARE = NIBBLES_BY_SHARE | {
     6: BYTES_FEW,
     24: Plan(32, PACKED(64, 128, 4, 3), PACKED(128, 128, 4, 3), halvings=1),
 }
+AS_FP8 = functools.partial(PACKED, multiplies_fp8=True)
+FP8_FEW = Plan(16, AS_FP8(128, 256, 4, 3), AS_FP8(64, 128, 4, 3))
+FP8_BY_SHARE = {
+    6: Plan(16, AS_FP8(128, 128, 4, 3), AS_FP8(128, 128, 8, 3)),
+    24: Plan(32, AS_FP8(128, 128, 4, 3), AS_FP8(128, 128, 4, 3), halvings=1),
+    48: Plan(64, AS_FP8(128, 128, 8, 3), AS_FP8(128, 128, 4, 3)),
+    math.inf: Plan(64, AS_FP8(128, 128, 8, 3), AS_FP8(128, 128, 4, 3)),
+}
+"""Where matrices and activations are FP8 and multiplied so."""
 PACKED_PLANS = {True: (NIBBLES_FEW, NIBBLES_BY_SHARE), False: (BYTES_FEW, BYTES_BY_SHARE)}
 """By whether two codes share a byte: the plan for few tokens, and the others."""
 MAX_PIECES = 2
@@ -133,8 +156,8 @@ def choose_plan(
     num_tokens: int, rule: ExpertRule, gate_up: ExpertMatrix, down: ExpertMatrix, dtype: jnp.dtype
 ) -> Plan | None:
     """How to tile the products in this type, or None if the kernels do not serve these experts."""
-    codes = [matrix.scheme.code for matrix in (gate_up, down) if isinstance(matrix, PackedMatrix)]
-    plan = _find_plan(num_tokens, rule, dtype, codes)
+    schemes = [matrix.scheme for matrix in (gate_up, down) if isinstance(matrix, PackedMatrix)]
+    plan = _find_plan(num_tokens, rule, dtype, schemes)
     _, embed, mlp = shape_of(down)
     of_gate_up = _fit(plan.gate_up, gate_up, mlp, dtype)
     of_down = _fit(plan.down, down, embed, dtype)
@@ -181,10 +204,14 @@ def takes_packed(scheme: Scheme, shape: tuple[int, ...], dtype: jnp.dtype) -> bo
     return all(_fit_packed(tiling, scheme, shape, num_columns, dtype) is not None for tiling in tilings)
 
 
-def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, codes: Sequence[Code]) -> Plan:
-    """`codes` are those of packed matrices."""
-    if codes:
-        few, by_share = PACKED_PLANS[codes[0].is_nibble]
+def _find_plan(num_tokens: int, rule: ExpertRule, dtype: jnp.dtype, schemes: Sequence[Scheme]) -> Plan:
+    """`schemes` are those of packed matrices."""
+    if any(scheme.rounds_rows for scheme in schemes) and has_dot_fp8():
+        few, by_share = FP8_FEW, FP8_BY_SHARE
+    elif schemes and schemes[0].code.is_nibble and _has_small_groups(schemes[0]):
+        few, by_share = SMALL_GROUPS_FEW, SMALL_GROUPS_BY_SHARE
+    elif schemes:
+        few, by_share = PACKED_PLANS[schemes[0].code.is_nibble]
     elif dtype == jnp.float32:
         few, by_share = WIDE_BY_SHARE[24], WIDE_BY_SHARE
     else:
@@ -215,6 +242,8 @@ def _fit_packed(
     fitted = tiling.fit(num_columns, codes[2])
     piece = piece_width(fitted.depth, scheme, codes[2])
     fitted = replace(fitted, depth=min(fitted.depth, MAX_PIECES * piece))
+    if not scheme.rounds_rows or piece < SMALLEST_DEPTH:
+        fitted = replace(fitted, multiplies_fp8=False)
     is_tiled = math.prod(codes) < MAX_ELEMENTS and min(fitted.columns, piece) >= SMALLEST
     return fitted if is_tiled and dtype == jnp.bfloat16 and not scheme.in_lanes else None
 

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from levserve.model.cache import FP8, LARGEST_FP8
-from levserve.model.fp8_rows import SMALLEST, Fp8Rows, round_rows
-from levserve.model.gpu.fp8_dot import dot_fp8
+from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu.fp8_plan import Fp8Tiling
+from levserve.model.gpu.packed_columns import Blocks, PackedColumns
 from levserve.model.gpu.packed_plan import PackedTiling, piece_width
+from levserve.model.gpu.round_fp8 import round_group
 from levserve.model.gpu.split_product import add_splits, sum_pieces
 from levserve.model.packed import PackedMatrix, Scheme
 
-Scales = tuple[jax.Array, ...]
-"""Of a piece: the matrix's, and each row's unless the program finds these itself; none for whole rows."""
+Largest = tuple[jax.Array, ...]
+"""Those of the rows of a piece; none if the program finds them itself or a row has only one."""
 
 
 @functools.partial(jax.jit, static_argnames=("cut", "interpret"))
@@ -60,7 +60,6 @@ def _kernel(
     interpret: bool,
 ) -> None:
     *largest_refs, out_ref = refs
-    dot = plgpu.dot if interpret else dot_fp8
     num_rows, num_inputs = x_ref.shape
     piece = piece_width(tiling.depth, scheme, num_inputs)
     first_column = pl.program_id(1) * tiling.columns
@@ -68,44 +67,37 @@ def _kernel(
     rows = pl.program_id(0) * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
     is_row = rows < num_rows
     split = pl.program_id(2)
+    matrix = PackedColumns(
+        (code_ref, scale_ref),
+        scheme,
+        first_column,
+        tiling.columns,
+        piece,
+        tiling.num_warps,
+        multiplies_fp8=True,
+        interpret=interpret,
+    )
 
-    def scales_of_columns(group: jax.Array | int) -> jax.Array:
-        """One scale per column [column, 1]; a single scale if all columns share a block."""
-        if scheme.rows % tiling.columns == 0:
-            found = plgpu.load(scale_ref.at[group, first_column // scheme.rows])
-            return found.astype(jnp.float32)
-        at = columns // scheme.rows if scheme.rows > 1 else columns
-        return plgpu.load(scale_ref.at[group, at]).astype(jnp.float32)[:, None]
+    def load_largest(group: jax.Array | int) -> Largest:
+        return tuple(plgpu.load(ref.at[group, rows], mask=is_row, other=0.0) for ref in largest_refs)
 
-    def scales_of_rows(group: jax.Array | int) -> Scales:
-        found = (plgpu.load(ref.at[group, rows], mask=is_row, other=0.0) for ref in largest_refs)
-        return tuple(largest * (1 / LARGEST_FP8) for largest in found)
+    def load(first: jax.Array) -> tuple[Blocks, Largest]:
+        blocks = matrix.load_blocks(first)
+        return blocks, () if scheme.columns is None else load_largest(first // scheme.columns)
 
-    def load_scales(first: jax.Array) -> Scales:
-        if scheme.columns is None:
-            return ()
-        group = first // scheme.columns
-        return scales_of_columns(group), *scales_of_rows(group)
-
-    def add_piece(first: jax.Array, scales: Scales, total: jax.Array) -> jax.Array:
-        tile = code_ref[pl.ds(first_column, tiling.columns), pl.ds(first, piece)]
-        inputs = first + jnp.arange(piece, dtype=jnp.int32)
+    def add_piece(first: jax.Array, loaded: tuple[Blocks, Largest], total: jax.Array) -> jax.Array:
+        blocks, largest = loaded
+        (inputs,) = matrix.inputs_of(first)
         mask = jnp.broadcast_to(is_row[:, None], (tiling.rows, piece))
         x = plgpu.load(x_ref.at[rows[:, None], inputs[None, :]], mask=mask, other=0.0)
         if not largest_refs:
-            wide = x.astype(jnp.float32)
-            largest = jnp.maximum(jnp.abs(wide).max(1), SMALLEST)
-            x = (wide * (LARGEST_FP8 / largest)[:, None]).astype(FP8)
-            scales = (*scales, largest * (1 / LARGEST_FP8))
-        product = dot(tile, x.T)
-        if not scales:
-            return total + product
-        of_columns, of_rows = scales
-        return total + product * (of_columns * of_rows[None, :])
+            x, found = round_group(x, 1)
+            largest = (found,)
+        return matrix.add_piece(first, blocks, [x], total, largest=largest)
 
     nothing = jnp.zeros((tiling.columns, tiling.rows), jnp.float32)
     total = sum_pieces(
-        load_scales,
+        load,
         add_piece,
         nothing,
         width=num_inputs,
@@ -114,8 +106,6 @@ def _kernel(
         split=split,
         splits=tiling.splits,
     )
-    if scheme.columns is None:
-        (of_rows,) = scales_of_rows(0)
-        total = total * (scales_of_columns(0) * of_rows[None, :])
+    total = matrix.finish(total, *(load_largest(0) if scheme.columns is None else ()))
     mask = jnp.broadcast_to(is_row[None, :], total.shape)
     plgpu.store(out_ref.at[split, rows[None, :], columns[:, None]], total, mask=mask)

@@ -1,14 +1,15 @@
 """The experts' products as two Pallas kernels for NVIDIA GPUs: up and activation, then down and weighting.
 
 Every program of a grid takes one tile of pairs of a token and an expert (see `expert_tiles`) and some columns
-of the result. Only matrices of experts that have a pair are read; packed ones are widened in registers (see
-`packed_columns`). Results are kept per pair, so that the sum over a token's experts is always computed in the
-same order.
+of the result. Only matrices of experts that have a pair are read; packed ones are widened in registers, or
+multiplied as FP8 if the tokens' values are rounded to that too (see `packed_columns`). Results are kept per
+pair, so that the sum over a token's experts is always computed in the same order.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.backend import ExpertChoice, ExpertMatrix
+from levserve.model.cache import FP8
+from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.gpu.expert_plan import FEW_TOKENS, Plan, Tiling, shape_of
 from levserve.model.gpu.expert_tiles import Tiles, tile_pairs
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.packed_columns import Blocks, PackedColumns, arrays_of
 from levserve.model.gpu.packed_plan import piece_width
 from levserve.model.gpu.paged_attention import power_of_two
+from levserve.model.gpu.round_fp8 import round_group, round_in_groups
 from levserve.model.gpu.split_product import sum_pieces
 from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 
@@ -64,19 +68,27 @@ def mix_grouped(
         interpret=interpret,
     )
     up_bias, down_bias = biases or (None, None)
-    x = _rounded(x, gate_up)
-    hidden = multiply(x, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=plan.gate)
-    hidden = _rounded(hidden, down)
     dtype = x.dtype if plan.rounds else jnp.dtype(jnp.float32)
     weights = choice.weights.reshape(-1)
-    results = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
+    rows = _rounded(x, gate_up, plan.gate_up, interpret)
+    ends_in_fp8 = plan.ends_in_fp8(down)
+    found = multiply(
+        rows, gate_up, up_bias, tiling=plan.gate_up, dtype=x.dtype, gate=plan.gate, ends_in_fp8=ends_in_fp8
+    )
+    hidden = Fp8Rows(*found) if ends_in_fp8 else _rounded(found[0], down, plan.down, interpret)
+    (results,) = multiply(hidden, down, down_bias, tiling=plan.down, weights=weights, dtype=dtype)
     results = results[:-1].reshape(num_tokens, per_token, -1)
     # One by one: XLA would compile a sum over an axis to a separate kernel.
     return functools.reduce(jnp.add, (results[:, place].astype(jnp.float32) for place in range(per_token)))
 
 
-def _rounded(rows: jax.Array, matrix: ExpertMatrix) -> jax.Array:
-    return round_as_asked(rows, matrix.scheme) if isinstance(matrix, PackedMatrix) else rows
+def _rounded(rows: jax.Array, matrix: ExpertMatrix, tiling: Tiling, interpret: bool) -> jax.Array | Fp8Rows:
+    """The rows as the kernel takes them."""
+    if not isinstance(matrix, PackedMatrix):
+        return rows
+    if tiling.multiplies_fp8:
+        return round_in_groups(rows, matrix.scheme.columns, interpret=interpret)
+    return round_as_asked(rows, matrix.scheme)
 
 
 def hidden_in_tiles(
@@ -85,7 +97,7 @@ def hidden_in_tiles(
     """The hidden values of the pairs of many tokens, in the order of the tiles. They are undefined where a
     tile has no pair."""
     num_tokens = len(x)
-    return _multiply(
+    (hidden,) = _multiply(
         x,
         gate_up,
         None,
@@ -100,10 +112,25 @@ def hidden_in_tiles(
         gate=plan.gate,
         in_tiles=True,
     )
+    return hidden
+
+
+Each = TypeVar("Each")
+
+
+class Rows(NamedTuple, Generic[Each]):
+    """What a kernel multiplies with the matrices, as arrays or as references to them."""
+
+    values: Each
+    """[row, in]; FP8 if they were rounded beforehand."""
+    largest: Each | None = None
+    """float32 [group, row], see `Fp8Rows`."""
+    sums: Each | None = None
+    """float32 [row, piece]: the sums of a packed matrix's pieces, if the matrix has offsets."""
 
 
 def _multiply(
-    rows: jax.Array,
+    given: jax.Array | Fp8Rows,
     matrices: ExpertMatrix,
     biases: jax.Array | None,
     *,
@@ -118,70 +145,76 @@ def _multiply(
     interpret: bool,
     gate: Gate | None = None,
     in_tiles: bool = False,
-) -> jax.Array:
+    ends_in_fp8: bool = False,
+) -> tuple[jax.Array, ...]:
     """Without `weights`, the hidden values of each pair from its token's row; with them, the weighted
     result of each pair from its own row. Results are in the order of the pairs, with one extra row whose
-    number stands for the pairs that a tile lacks; or, if `in_tiles`, in the order of the tiles."""
+    number stands for the pairs that a tile lacks; or, if `in_tiles`, in the order of the tiles. If the kernel
+    `ends_in_fp8`, they are the arrays of `Fp8Rows`, with a scale for the columns of each program."""
     shape = shape_of(matrices)
     width = shape[1] // (2 if gate is not None and gate.is_gated else 1)
+    rows = Rows(given.codes, given.largest) if isinstance(given, Fp8Rows) else Rows(given)
     scheme = None
     if isinstance(matrices, PackedMatrix):
         scheme, parts = matrices.scheme, arrays_of(matrices)
         if scheme.has_offsets:
             piece = piece_width(tiling.depth, scheme, matrices.codes.shape[2])
-            parts.append(rows.reshape(len(rows), -1, piece).sum(-1, dtype=jnp.float32))
+            sums = rows.values.reshape(len(rows.values), -1, piece).sum(-1, dtype=jnp.float32)
+            rows = rows._replace(sums=sums)
     else:
         parts = [matrices]
-    arrays = [rows, *parts, pairs, experts]
-    arrays += [array for array in (biases, weights) if array is not None]
+    arrays = rows, parts, pairs, experts, biases, weights
     num_results = len(experts) * sizes[0] if in_tiles else num_tokens * per_token + 1
-    out = jax.ShapeDtypeStruct((num_results, width), dtype)
-    return pl.pallas_call(
+    out = [jax.ShapeDtypeStruct((num_results, width), FP8 if ends_in_fp8 else dtype)]
+    if ends_in_fp8:
+        out.append(jax.ShapeDtypeStruct((width // tiling.columns, num_results), jnp.float32))
+    results: list[jax.Array] = pl.pallas_call(
         functools.partial(
             _kernel,
-            num_parts=len(parts),
             shape=shape,
             scheme=scheme,
             num_tokens=num_tokens,
             per_token=per_token,
             sizes=sizes,
             tiling=tiling,
-            has_biases=biases is not None,
             gate=gate,
             in_tiles=in_tiles,
             interpret=interpret,
         ),
         grid=(width // tiling.columns, len(experts)),
-        in_specs=[pl.BlockSpec(array.shape, functools.partial(_whole, array.ndim)) for array in arrays],
-        out_specs=pl.BlockSpec(out.shape, functools.partial(_whole, 2)),
+        in_specs=jax.tree.map(_whole, arrays),
+        out_specs=[_whole(each) for each in out],
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name="experts_up" if weights is None else "experts_down",
     )(*arrays)
+    return tuple(results)
 
 
-def _whole(num_dims: int, *program: jax.Array) -> tuple[int, ...]:
-    return (0,) * num_dims
+def _whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    return pl.BlockSpec(array.shape, lambda *program: (0,) * len(array.shape))
 
 
 def _kernel(
-    row_ref: jax.Ref,
-    *refs: jax.Ref,
-    num_parts: int,
+    row_refs: Rows[jax.Ref],
+    matrix_refs: tuple[jax.Ref, ...],
+    pair_ref: jax.Ref,
+    expert_ref: jax.Ref,
+    bias_ref: jax.Ref | None,
+    weight_ref: jax.Ref | None,
+    out_ref: jax.Ref,
+    *largest_refs: jax.Ref,
     shape: tuple[int, int, int],
     scheme: Scheme | None,
     num_tokens: int,
     per_token: int,
     sizes: tuple[int, ...],
     tiling: Tiling,
-    has_biases: bool,
     gate: Gate | None,
     in_tiles: bool,
     interpret: bool,
 ) -> None:
-    matrix_refs, (pair_ref, expert_ref, *rest) = refs[:num_parts], refs[num_parts:]
-    bias_refs, (*weight_refs, out_ref) = rest[:has_biases], rest[has_biases:]
     num_experts, num_rows, _ = shape
     is_gated = gate is not None and gate.is_gated
     num_pairs = num_tokens * per_token
@@ -200,24 +233,27 @@ def _kernel(
 
     def compute(pairs: jax.Array) -> None:
         known = jnp.minimum(pairs, num_pairs - 1)
-        at = known if weight_refs else known // per_token
+        at = known // per_token if weight_ref is None else known
         if scheme is None:
             (matrix_ref,) = matrix_refs
-            results = _sum_products(row_ref, matrix_ref, at, expert, starts, tiling, interpret)
+            results = _sum_products(row_refs.values, matrix_ref, at, expert, starts, tiling, interpret)
         else:
-            results = _sum_packed(row_ref, matrix_refs, scheme, at, expert, starts, tiling, interpret)
+            results = _sum_packed(row_refs, matrix_refs, scheme, at, expert, starts, tiling, interpret)
         columns, is_pair = first_column + jnp.arange(tiling.columns, dtype=jnp.int32), pairs < num_pairs
-        if bias_refs:
+        if bias_ref is not None:
             results = tuple(
-                result + along(bias_refs[0][expert, pl.ds(start, tiling.columns)])
+                result + along(bias_ref[expert, pl.ds(start, tiling.columns)])
                 for result, start in zip(results, starts, strict=True)
             )
         result = results[0] if gate is None else gate.apply(results)
-        if weight_refs:
-            result = result * across(plgpu.load(weight_refs[0].at[known]))
+        if weight_ref is not None:
+            result = result * across(plgpu.load(weight_ref.at[known]))
         of_columns = along(columns)
         mask = jnp.broadcast_to(across(is_pair), result.shape)
         to = tile * sizes[0] + jnp.arange(len(pairs), dtype=jnp.int32) if in_tiles else pairs
+        for largest_ref in largest_refs:
+            result, largest = round_group(result, 0 if tiling.is_matrix_first else 1)
+            plgpu.store(largest_ref.at[first_column // tiling.columns, to], largest, mask=is_pair)
         plgpu.store(out_ref.at[across(to), of_columns], result.astype(out_ref.dtype), mask=mask)
 
     def compute_first(size: int) -> None:
@@ -275,8 +311,12 @@ def _sum_products(
     return lax.fori_loop(0, depth // tiling.depth, step, zeros)
 
 
+Loaded = tuple[tuple[Blocks, ...], list[jax.Array]]
+"""Of a piece: the blocks of each matrix, and the largest values of FP8 rows."""
+
+
 def _sum_packed(
-    row_ref: jax.Ref,
+    row_refs: Rows[jax.Ref],
     matrix_refs: tuple[jax.Ref, ...],
     scheme: Scheme,
     at: jax.Array,
@@ -285,12 +325,10 @@ def _sum_packed(
     tiling: Tiling,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """The same with a packed matrix, which is always the left factor. If it has offsets, the last reference
-    is to the sums of the rows, [row, piece]."""
+    """The same with a packed matrix, which is always the left factor."""
     assert tiling.is_matrix_first
     width = matrix_refs[0].shape[2]
     piece = piece_width(tiling.depth, scheme, width)
-    matrix_refs, sum_refs = (matrix_refs[:-1], matrix_refs[-1:]) if scheme.has_offsets else (matrix_refs, ())
     matrices = [
         PackedColumns(
             matrix_refs,
@@ -300,28 +338,37 @@ def _sum_packed(
             piece,
             tiling.num_warps,
             at=(expert,),
+            multiplies_fp8=tiling.multiplies_fp8,
             interpret=interpret,
         )
         for start in starts
     ]
 
+    def load_largest(group: jax.Array | int) -> list[jax.Array]:
+        """Of rows in FP8."""
+        refs = [] if row_refs.largest is None else [row_refs.largest]
+        return [plgpu.load(ref.at[group, at]) for ref in refs]
+
+    def load(first: jax.Array) -> Loaded:
+        blocks = tuple(matrix.load_blocks(first) for matrix in matrices)
+        return blocks, [] if scheme.columns is None else load_largest(first // scheme.columns)
+
     def load_rows(inputs: jax.Array) -> jax.Array:
-        return plgpu.load(row_ref.at[at[:, None], inputs[None, :]])
+        return plgpu.load(row_refs.values.at[at[:, None], inputs[None, :]])
 
-    def load_blocks(first: jax.Array) -> tuple[Blocks, ...]:
-        return tuple(matrix.load_blocks(first) for matrix in matrices)
-
-    def add_piece(
-        first: jax.Array, blocks: tuple[Blocks, ...], totals: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
+    def add_piece(first: jax.Array, loaded: Loaded, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        blocks, largest = loaded
         rows = [load_rows(inputs) for inputs in matrices[0].inputs_of(first)]
+        refs = [] if row_refs.sums is None else [row_refs.sums]
         starts = matrices[0].starts_of(first)
-        sums = [plgpu.load(ref.at[at, start // piece]) for ref in sum_refs for start in starts]
+        sums = [plgpu.load(ref.at[at, start // piece]) for ref in refs for start in starts]
         given = zip(matrices, blocks, totals, strict=True)
         return tuple(
-            matrix.add_piece(first, of_piece, rows, total, sums) for matrix, of_piece, total in given
+            matrix.add_piece(first, of_piece, rows, total, sums=sums, largest=largest)
+            for matrix, of_piece, total in given
         )
 
     zeros = tuple(jnp.zeros((tiling.columns, len(at)), jnp.float32) for _ in starts)
-    totals = sum_pieces(load_blocks, add_piece, zeros, width=width, piece=piece, depth=tiling.depth)
-    return tuple(matrix.finish(total) for matrix, total in zip(matrices, totals, strict=True))
+    totals = sum_pieces(load, add_piece, zeros, width=width, piece=piece, depth=tiling.depth)
+    last = load_largest(0) if scheme.columns is None else ()
+    return tuple(matrix.finish(total, *last) for matrix, total in zip(matrices, totals, strict=True))

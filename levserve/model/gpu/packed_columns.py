@@ -2,7 +2,8 @@
 
 Codes of up to eight bits are exact in bfloat16. The sum over a group of inputs is multiplied by its scale in
 float32, so nothing but the other factor is rounded. The matrix is the left factor of every product, because
-tensor cores take that one from registers; its rows are the columns of the result.
+tensor cores take that one from registers; its rows are the columns of the result. If both factors are FP8,
+nothing is widened: tensor cores multiply them as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from levserve.model.cache import LARGEST_FP8
+from levserve.model.gpu.fp8_dot import dot_fp8
 from levserve.model.gpu.unpack import UINT4_OFFSET, unpack, unpack_plainly
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
@@ -52,6 +55,8 @@ class PackedColumns:
     num_warps: int
     at: tuple[jax.Array, ...] = ()
     """Which matrix it is, if the references are to several."""
+    multiplies_fp8: bool = False
+    """Whether the codes and the other factor are FP8 and are multiplied so."""
     interpret: bool = False
 
     @property
@@ -90,33 +95,66 @@ class PackedColumns:
         blocks: Blocks,
         others: Sequence[jax.Array],
         total: jax.Array,
+        *,
         sums: Sequence[jax.Array] = (),
+        largest: Sequence[jax.Array] = (),
     ) -> jax.Array:
         """`total` [column, row] plus the product of the piece that begins at this byte; `others` are the rows
-        [row, input] of the other factor for `inputs_of` the piece, and `sums` [row], for offsets, their sums.
+        [row, input] of the other factor for `inputs_of` the piece. For offsets, `sums` [row] are their sums;
+        FP8 rows have the `largest` [row] of the inputs that share a scale, unless all inputs do.
         """
         columns = pl.ds(self.first, self.count)
         codes = self.refs[0][(*self.at, columns, pl.ds(first, self.piece))]
-        zeros = self._zeros_of(blocks.zeros)
-        if self.interpret:
-            tiles = unpack_plainly(codes, self.scheme.code, zeros)
-        else:
-            tiles = unpack(codes, self.scheme.code, zeros, self._pack)
-        for number, (rows, tile) in enumerate(zip(others, tiles, strict=True)):
-            product = plgpu.dot(tile, rows.T)
+        for number, (rows, tile) in enumerate(zip(others, self._tiles_of(codes, blocks.zeros), strict=True)):
+            product = self._multiply(tile, rows.T)
             if blocks.scales:
-                product = product * _across(decode_scale(blocks.scales[number]))
+                scale = self._scale_of(blocks.scales[number], *largest)
+                total = self._add_product(product, scale, total)
+            else:
+                total = total + product
             if blocks.offsets:
                 offset = _across(decode_scale(blocks.offsets[number]))
-                product = product + offset * sums[number][None, :]
-            total = total + product
+                total = self._add_product(sums[number][None, :], offset, total)
         return total
 
-    def finish(self, total: jax.Array) -> jax.Array:
-        """The sum of all pieces with the scale that all inputs share, if they do."""
+    def finish(self, total: jax.Array, *largest: jax.Array) -> jax.Array:
+        """The sum of all pieces with the scales that all inputs share, if they do."""
         if self.scheme.columns is not None:
             return total
-        return total * _across(decode_scale(self._of_blocks(self.refs[1], jnp.int32(0))))
+        return total * self._scale_of(self._of_blocks(self.refs[1], jnp.int32(0)), *largest)
+
+    def _scale_of(self, scale: jax.Array, *largest: jax.Array) -> jax.Array:
+        """The factor of a product [column, row]."""
+        factor = _across(decode_scale(scale))
+        for each in largest:
+            factor = factor * (1 / LARGEST_FP8) * each[None, :]
+        return factor
+
+    def _add_product(self, left: jax.Array, right: jax.Array, total: jax.Array) -> jax.Array:
+        """`left * right + total` in one instruction; Triton makes two of it."""
+        if self.interpret:
+            return total + left * right
+        factors = [jnp.broadcast_to(factor, total.shape) for factor in (left, right)]
+        (result,) = plgpu.elementwise_inline_asm(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            args=[*factors, total],
+            constraints="=f,f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, total.dtype)],
+        )
+        return result
+
+    def _tiles_of(self, codes: jax.Array, zeros: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
+        if self.multiplies_fp8:
+            return (codes,)
+        if self.interpret:
+            return unpack_plainly(codes, self.scheme.code, self._zeros_of(zeros))
+        return unpack(codes, self.scheme.code, self._zeros_of(zeros), self._pack)
+
+    def _multiply(self, tile: jax.Array, others: jax.Array) -> jax.Array:
+        return (
+            dot_fp8(tile, others) if self.multiplies_fp8 and not self.interpret else plgpu.dot(tile, others)
+        )
 
     def _of_blocks(self, ref: jax.Ref, first: jax.Array) -> jax.Array:
         """One value per column, for the group of this input; a single value if all columns share a block."""

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from levserve.model.cache import FP8, LARGEST_FP8
-from levserve.model.fp8_rows import SMALLEST, Fp8Rows
+from levserve.model.fp8_rows import SMALLEST, Fp8Rows, round_rows
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
@@ -31,6 +31,22 @@ NUMBERS_PER_WARP = 512
 def takes_groups(num_inputs: int, group: int | None) -> bool:
     """Whether these kernels round rows of `num_inputs` values with one scale per group."""
     return group is not None and group <= PART and group == power_of_two(group) and num_inputs % group == 0
+
+
+def round_in_groups(x: jax.Array, group: int | None, *, interpret: bool = False) -> Fp8Rows:
+    """x [row, in] rounded with a scale for every `group` inputs, or one for all, by a kernel if it can."""
+    if group is not None and takes_groups(x.shape[1], group):
+        return round_gated(x, gate=None, group=group, interpret=interpret)
+    return round_rows(x.astype(jnp.bfloat16), group)
+
+
+def round_group(numbers: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Inside a kernel: values whose inputs lie along this axis and share a scale, as FP8 with the largest of
+    each, which `LARGEST_FP8` stands for."""
+    wide = numbers.astype(jnp.bfloat16).astype(jnp.float32)
+    largest = jnp.maximum(jnp.abs(wide).max(axis), SMALLEST)
+    factor = LARGEST_FP8 / largest
+    return (wide * (factor[None, :] if axis == 0 else factor[:, None])).astype(FP8), largest
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "group", "interpret"))
@@ -113,8 +129,6 @@ def _store(
     largest_ref: jax.Ref,
 ) -> None:
     """Rounds values [group, in] and stores them at these places of a row."""
-    wide = numbers.astype(jnp.bfloat16).astype(jnp.float32)
-    largest = jnp.maximum(jnp.abs(wide).max(1), SMALLEST)
-    codes = (wide * (LARGEST_FP8 / largest)[:, None]).astype(FP8)
+    codes, largest = round_group(numbers, 1)
     plgpu.store(code_ref.at[row, at], codes, mask=at < code_ref.shape[1])
     plgpu.store(largest_ref.at[groups, row], largest, mask=groups < largest_ref.shape[0])
