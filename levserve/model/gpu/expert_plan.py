@@ -115,8 +115,8 @@ NIBBLES_BY_SHARE = {
 always the first factor."""
 SMALL_GROUPS_FEW = Plan(16, PACKED(32, 64, 2, 3), PACKED(64, 64, 4, 3))
 SMALL_GROUPS_BY_SHARE = NIBBLES_BY_SHARE | {6: Plan(16, PACKED(32, 64, 1, 3), PACKED(128, 64, 4, 3))}
-"""The same with groups of 32, as GGUF's and MXFP4's: with at least as many threads as columns, or with one
-warp, scales need not pass from thread to thread."""
+"""The same with groups of 32, as GGUF's and MXFP4's. A program with fewer columns than threads loads scales
+where they are used; in others they pass through shared memory, where one warp waits for no other."""
 BYTES_BY_SHARE = NIBBLES_BY_SHARE | {
     6: BYTES_FEW,
     24: Plan(32, PACKED(64, 128, 4, 3), PACKED(128, 128, 4, 3), halvings=1),
