@@ -161,6 +161,12 @@ ROPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": LENGTH // 2,
     },
 }
+LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + pair / 32 for pair in range(32)],
+    "long_factor": [2.0 + pair / 4 for pair in range(32)],
+}
 FREQUENCIES: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32_768),
     ({"rope_type": "yarn", "factor": 8.0}, 4096),
@@ -173,6 +179,8 @@ FREQUENCIES: list[tuple[dict[str, object], int]] = [
     ({"rope_type": "dynamic", "factor": 4.0}, 16_384),
     ({"rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.5}, 8192),
     ({"rope_type": "linear", "factor": 3.0}, 4096),
+    (LONG, 4096),
+    (LONG | {"factor": 6.0}, 64),
 ]
 """Rotary parameters, each with the maximum length that is served."""
 MAX_POSITION = 4096

@@ -62,7 +62,8 @@ def read_scaling(rope: Fields, max_position: int, original: int, rotary_size: in
         case "longrope":
             short = rope.numbers("short_factor", rotary_size // 2)
             long = rope.numbers("long_factor", rotary_size // 2)
-            by_length = long_attention_factor(max_position / original, original)
+            factor = rope.number("factor", max_position / original)
+            by_length = long_attention_factor(factor, original)
             return LongScaling(short, long, original, rope.number("attention_factor", by_length))
     return None
 

@@ -376,6 +376,7 @@ def test_rotary_frequencies_are_those_of_transformers(case: dict[str, Any], tmp_
         folder,
         head_dim=ROPES["head_dim"],
         max_position_embeddings=ROPES["max_position_embeddings"],
+        original_max_position_embeddings=...,
         rope_parameters=rope,
     )
     served = read_config(folder).stretched_for(case["max_seq_len"]).rope(0)
