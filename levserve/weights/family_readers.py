@@ -170,11 +170,14 @@ def _latent_attention(fields: Fields, *, is_interleaved: bool = True) -> Extras:
 def _yarn_score_factor(fields: Fields) -> float:
     """The factor of DeepSeek's attention scores in a context that YaRN has stretched."""
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    rope = newer if newer.has("rope_type") else older
+    rope = older if older.values else newer
     scale = rope.optional_number("mscale_all_dim")
     return 1.0 if scale is None else yarn_attention_factor(rope.number("factor"), scale) ** 2
 
 
 def read_gpt_oss(fields: Fields) -> Extras:
+    ropes = [fields.mapping(key).values for key in ("rope_parameters", "rope_scaling")]
+    if not any(ropes):
+        raise fields.wrong("rope_scaling", "an object")  # transformers takes YaRN of gpt-oss-120b
     limit = {"gate_limit": fields.number("swiglu_limit", 7.0)}
     return read_attention_bias(fields) | read_mixtral_experts(fields) | limit

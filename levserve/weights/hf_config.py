@@ -48,6 +48,8 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False, None),
 }
 
+ORIGINAL = "original_max_position_embeddings"
+"""Beside the rotary parameters, or among them."""
 MAX_LAYERS = 10_000
 """Ten times as many as any model has: a list with an entry for each must fit the memory."""
 
@@ -94,7 +96,7 @@ def make_hf_config(written: Fields) -> ModelConfig:
     if "intermediate_size" not in extras:
         shape["intermediate_size"] = fields.integer("intermediate_size")
     if "rope_theta" not in extras:
-        shape |= _rope(fields, family, head_dim, max_position)
+        shape |= _rope(fields, family, extras.get("rotary_size", head_dim), max_position)
         shape["max_position"] = scaled_context(shape["rope_scaling"], max_position)
     return ModelConfig(**shape | extras)
 
@@ -121,8 +123,11 @@ def _family(fields: Fields) -> Family:
     raise StartupError(f"{fields.source}: {given}; supported are {', '.join(FAMILIES)}")
 
 
-def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> Extras:
-    """Reads the rotary positions. If both forms are present both are checked, and the newer one counts."""
+def _rope(fields: Fields, family: Family, size: int, max_position: int) -> Extras:
+    """Reads the rotary positions of heads whose rotary part has `size` dimensions, if it is not a portion.
+
+    If both forms are present both are checked, and the older one counts, as in transformers.
+    """
     newer, older = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if family.has_local_rope and newer.has("full_attention"):
         newer.require_known(("full_attention", "sliding_attention"))
@@ -130,14 +135,20 @@ def _rope(fields: Fields, family: Family, head_dim: int, max_position: int) -> E
     if "partial_rotary_factor" not in family.supported:
         for rope in (newer, older):
             rope.require({"partial_rotary_factor": (1.0, None)})
-    portion = newer.number("partial_rotary_factor", fields.number(family.key("partial_rotary_factor"), 1.0))
-    rotary_size = int(head_dim * portion)
-    original = fields.integer("original_max_position_embeddings", max_position)
+
+    def number(key: str, default: float) -> float:
+        return older.number(key, newer.number(key, fields.number(family.key(key), default)))
+
+    rotary_size = int(size * number("partial_rotary_factor", 1.0))
+    original = fields.integer(ORIGINAL, max_position)
+    if fields.get(ORIGINAL) is not None:
+        for rope in (newer, older):
+            rope.require({ORIGINAL: (original, None)})
     scalings = [read_scaling(rope, max_position, original, rotary_size) for rope in (newer, older)]
     return {
-        "rope_theta": newer.number("rope_theta", fields.number(family.key("rope_theta"), 10_000.0)),
-        "rope_scaling": scalings[0] or scalings[1],
-        "rotary_size": None if rotary_size == head_dim else rotary_size,
+        "rope_theta": number("rope_theta", 10_000.0),
+        "rope_scaling": scalings[bool(older.values)],
+        "rotary_size": None if rotary_size == size else rotary_size,
     }
 
 

@@ -386,6 +386,42 @@ def test_rotary_frequencies_are_those_of_transformers(case: dict[str, Any], tmp_
     assert float(cos[0, 0, 0, 0]) == pytest.approx(case["attention_factor"], rel=1e-6)
 
 
+def test_rope_scaling_may_say_all_that_rope_parameters_may(llama: Path, tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0, "rope_theta": 777.0}
+    older = read_config(change_config(llama, rope_parameters=..., rope_scaling=scaling))
+    assert (older.rope_theta, older.rope_scaling) == (777.0, LinearScaling(2.0))
+    both = change_config(llama, rope_parameters={"type": "linear", "factor": 3.0, "rope_theta": 5e5})
+    assert read_config(both) == older, "as in transformers"
+    partly = folder_of("phi3", tmp_path)
+    change_config(partly, rope_parameters=..., rope_scaling={"type": "default", "partial_rotary_factor": 0.5})
+    assert read_config(partly).rotary_size == 8
+
+
+def test_original_context_in_two_places_must_be_the_same(llama: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    change_config(llama, rope_scaling=scaling, original_max_position_embeddings=64)
+    assert read_config(llama).max_position == 256
+    with pytest.raises(StartupError, match="rope_scaling: original_max_position_embeddings = 64"):
+        read_config(change_config(llama, original_max_position_embeddings=32))
+
+
+@pytest.mark.parametrize("family", ["deepseek2", "deepseek3"])
+def test_long_scaling_of_latent_attention_has_factors_for_the_rotated_dimensions(
+    family: str, tmp_path: Path
+) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    folder = change_config(
+        folder_of(family, tmp_path), head_dim=..., rope_parameters=..., rope_scaling=scaling
+    )
+    rope = read_config(folder).rope(0)
+    assert rope is not None and len(inverse_frequencies(rope)) == 4
+
+
+def test_gpt_oss_must_say_its_rotary_scaling(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="rope_scaling is missing"):
+        read_config(change_config(folder_of("gpt-oss", tmp_path), rope_parameters=...))
+
+
 def test_older_keys_of_gpt_neox_mean_the_same_as_rope_parameters(tmp_path: Path) -> None:
     folder = folder_of("gpt-neox", tmp_path)
     change_config(folder, rope_parameters=..., rotary_pct=0.25, rotary_emb_base=10_000)
