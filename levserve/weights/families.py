@@ -78,7 +78,7 @@ GEMMA3 = Family(
     GEMMA2 | {"qk_norm": True},
     read_gemma3,
     gemma3_layers,
-    GEMMA2_KEYS,
+    GEMMA2_KEYS | {"attn_logit_softcapping": (None,)},  # transformers ignores it
     {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -149,7 +149,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": replace(GEMMA3, inside="text_config"),
+    "Gemma3ForConditionalGeneration": replace(
+        GEMMA3,
+        supported=GEMMA3.supported | {"final_logit_softcapping": (None,)},  # transformers ignores it here
+        inside="text_config",
+    ),
     "Phi3ForCausalLM": Family(
         read=lambda fields: {}, slides=every_layer, supported={"partial_rotary_factor": None}
     ),

@@ -71,7 +71,7 @@ def make_hf_config(written: Fields) -> ModelConfig:
     """The configuration that the keys of a config.json describe; Levanter's reader calls this too."""
     family = _family(written)
     if family.inside:
-        written = written.mapping(family.inside)
+        written = _language_model(written, family.inside)
     fields = Fields(written.source, {**family.defaults, **written.values})
     supported = {**SUPPORTED_VALUES, **family.supported}
     fields.require({key: values for key, values in supported.items() if values is not None})
@@ -121,6 +121,12 @@ def _family(fields: Fields) -> Family:
     if architectures:
         given = f"architectures = {architectures!r} is not supported"
     raise StartupError(f"{fields.source}: {given}; supported are {', '.join(FAMILIES)}")
+
+
+def _language_model(written: Fields, inside: str) -> Fields:
+    """The configuration of the part that reads text. The head is the whole model's, which may tie it."""
+    key, text = "tie_word_embeddings", written.mapping(inside)
+    return Fields(text.source, {**text.values, key: written.get(key)}) if written.has(key) else text
 
 
 def _rope(fields: Fields, family: Family, size: int, max_position: int) -> Extras:

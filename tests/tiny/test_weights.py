@@ -509,6 +509,29 @@ def test_text_model_inside_a_gemma3_that_sees_is_found(tmp_path: Path) -> None:
         )
 
 
+def test_head_of_a_gemma3_that_sees_is_tied_or_not_as_the_whole_model_says(tmp_path: Path) -> None:
+    folder = folder_of("gemma3", tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    assert text["tie_word_embeddings"] and not read_config(folder).tied_head
+    (folder / "config.json").write_text(
+        json.dumps(whole | {"text_config": text | {"final_logit_softcapping": 30.0}})
+    )
+    with pytest.raises(StartupError, match="final_logit_softcapping"):
+        read_config(folder)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(llama: Path) -> None:
+    embed = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(llama, {"lm_head.weight": embed.astype(np.float16)})
+    assert "head" not in load(llama)
+    for other in (embed[::-1], embed[:-1]):
+        change_tensors(llama, {"lm_head.weight": np.ascontiguousarray(other)})
+        with pytest.raises(StartupError, match=r"lm_head.weight is not the embedding.*tie_word_embeddings"):
+            load(llama)
+
+
 def test_absent_keys_of_a_gemma2_take_the_defaults_of_transformers(tmp_path: Path) -> None:
     absent = (
         "layer_types",
@@ -582,6 +605,7 @@ REFUSED: list[tuple[str, str, object]] = [
     ("gemma2", "final_logit_softcapping", -1.0),
     ("gemma2", "layer_types", ["sliding_attention"] * 2),
     ("gemma3", "use_bidirectional_attention", True),
+    ("gemma3", "attn_logit_softcapping", 50.0),
     ("gemma3", "rope_local_base_freq", "low"),
     ("phi3", "partial_rotary_factor", "half"),
     ("gemma", "hidden_act", "silu"),
@@ -1088,7 +1112,7 @@ def test_more_experts_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
 def test_harmless_extras_are_accepted(llama: Path) -> None:
     extras = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32),
-        "lm_head.weight": np.zeros((384, 64), np.float32),
+        "lm_head.weight": load_file(llama / "model.safetensors")["model.embed_tokens.weight"],
     }
     assert "head" not in load(change_tensors(llama, dict(extras)))
 
