@@ -119,7 +119,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         {"qkv_bias": True}, lambda fields: {}, qwen_layers, defaults={"sliding_window": 4096}
     ),
-    "Qwen3ForCausalLM": Family({"qk_norm": True}, slides=qwen_layers, defaults={"sliding_window": 4096}),
+    "Qwen3ForCausalLM": Family(
+        {"qk_norm": True}, slides=qwen_layers, defaults={"head_dim": 128, "sliding_window": 4096}
+    ),
     "GemmaForCausalLM": Family(
         GEMMA,
         read_gemma,

@@ -14,7 +14,7 @@ from levserve.errors import StartupError, cause_of
 from levserve.model.config import ModelConfig
 from levserve.weights.config_fields import Extras, Fields
 from levserve.weights.families import FAMILIES, Family
-from levserve.weights.family_readers import every_layer, no_layer
+from levserve.weights.family_readers import every_layer, no_layer, qwen3_moe_layers
 from levserve.weights.quantized.methods import KEYS, find_method
 from levserve.weights.quantized.module import Method
 from levserve.weights.rope_scaling import read_scaling, scaled_context
@@ -168,7 +168,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
         slides = [False] * num_layers
     types = fields.get("layer_types")
     if types is not None:
-        is_free = family.slides not in (no_layer, every_layer)
+        is_free = family.slides not in (no_layer, every_layer, qwen3_moe_layers)
         slides = _listed_windows(fields, types, slides, is_free=is_free)
     if not any(slides):
         return ()

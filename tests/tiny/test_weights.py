@@ -322,6 +322,19 @@ def test_windows_of_mixtures_of_qwen_are_their_own(
     assert read_config(change_config(folder, use_sliding_window=True)).windows == windows
 
 
+def test_layer_types_say_nothing_about_windows_of_qwen3_moe(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    folder = folder_of("qwen3-moe", tmp_path)
+    num_layers = read_config(folder).num_layers
+    change_config(folder, use_sliding_window=True, sliding_window=8, layer_types=types[:num_layers])
+    with pytest.raises(StartupError, match="layer_types"):
+        read_config(folder)
+
+
+def test_absent_head_size_of_qwen3_is_128(tmp_path: Path) -> None:
+    assert read_config(change_config(folder_of("qwen3", tmp_path), head_dim=...)).head_dim == 128
+
+
 def test_absent_theta_of_mixtral_is_a_million(tmp_path: Path) -> None:
     folder = change_config(folder_of("mixtral", tmp_path), rope_parameters=..., rope_theta=...)
     assert read_config(folder).rope_theta == 1e6
