@@ -7,6 +7,7 @@ levserve quantizes are decoded and rounded in one pass over such blocks.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,8 @@ from levserve.weights.tensor_names import Format, find_targets, match_tensors
 if TYPE_CHECKING:
     from levserve.weights.levanter_checkpoint import Checkpoint
 
+
+log = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 HEAD_ROWS = 16
@@ -376,10 +379,10 @@ def _open_adapted(path: Path, config: ModelConfig, adapter: Path) -> Tensors:
     return Tensors(source, dict(hf_tensors.arrange_tensors(source, merged, config)), files=files)
 
 
-def _check_head(tensors: Tensors, embed_name: str) -> None:
-    """Refuses a head that is not the embedding, to which the configuration ties it; compares some rows.
+def _compare_head(tensors: Tensors, embed_name: str) -> None:
+    """Warns of a head that is not the embedding, to which the configuration ties it; compares some rows.
 
-    transformers has used such a head since version 5, and left it out before. A quantized one may be the
+    transformers uses such a head since version 5, and left it out before. A quantized one may be the
     embedding, rounded.
     """
     head, embed = tensors.by_name.get(HEAD), tensors.by_name[embed_name]
@@ -390,9 +393,11 @@ def _check_head(tensors: Tensors, embed_name: str) -> None:
         [np.asarray(part.read(row, row + 1), np.float32) for row in starts] for part in (head, embed)
     )
     if not own or not np.allclose(own, tied, rtol=0.01, atol=1e-4):
-        raise StartupError(
-            f"{tensors.source}: {HEAD} is not the embedding, to which tie_word_embeddings = True ties it; "
-            "if it is meant to be used, set tie_word_embeddings to false in config.json"
+        log.warning(
+            "%s: %s is not used, because tie_word_embeddings = true takes the embedding in its place, and "
+            "they differ; if it is meant to be used, set tie_word_embeddings to false in config.json",
+            tensors.source,
+            HEAD,
         )
 
 
@@ -402,7 +407,7 @@ def _find_sources(tensors: Tensors, config: ModelConfig) -> dict[str, list[Sourc
     shapes = {name: tensor.shape for name, tensor in tensors.by_name.items()}
     match_tensors(tensors.source, shapes, targets)
     if config.tied_head:
-        _check_head(tensors, next(name for name, target in targets.items() if target.array == "embed"))
+        _compare_head(tensors, next(name for name, target in targets.items() if target.array == "embed"))
     sources: dict[str, list[Source]] = {}
     for name, target in targets.items():
         sources.setdefault(target.array, []).append(Source(name, tensors.by_name[name], target))
