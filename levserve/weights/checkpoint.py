@@ -7,7 +7,6 @@ levserve quantizes are decoded and rounded in one pass over such blocks.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,16 +52,10 @@ from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Format, find_targets, match_tensors
+from levserve.weights.tied_head import HEAD, compare_head
 
 if TYPE_CHECKING:
     from levserve.weights.levanter_checkpoint import Checkpoint
-
-
-log = logging.getLogger(__name__)
-
-HEAD = "lm_head.weight"
-HEAD_ROWS = 16
-"""Rows that are compared with the embedding's: another head differs in all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,35 +372,14 @@ def _open_adapted(path: Path, config: ModelConfig, adapter: Path) -> Tensors:
     return Tensors(source, dict(hf_tensors.arrange_tensors(source, merged, config)), files=files)
 
 
-def _compare_head(tensors: Tensors, embed_name: str) -> None:
-    """Warns of a head that is not the embedding, to which the configuration ties it; compares some rows.
-
-    transformers uses such a head since version 5, and left it out before. A quantized one may be the
-    embedding, rounded.
-    """
-    head, embed = tensors.by_name.get(HEAD), tensors.by_name[embed_name]
-    if not isinstance(head, hf_tensors.HfTensor):
-        return
-    starts = range(0, embed.shape[0], -(-embed.shape[0] // HEAD_ROWS)) if head.shape == embed.shape else ()
-    own, tied = (
-        [np.asarray(part.read(row, row + 1), np.float32) for row in starts] for part in (head, embed)
-    )
-    if not own or not np.allclose(own, tied, rtol=0.01, atol=1e-4):
-        log.warning(
-            "%s: %s is not used, because tie_word_embeddings = true takes the embedding in its place, and "
-            "they differ; if it is meant to be used, set tie_word_embeddings to false in config.json",
-            tensors.source,
-            HEAD,
-        )
-
-
 def _find_sources(tensors: Tensors, config: ModelConfig) -> dict[str, list[Source]]:
     """The tensors that fill each array; refuses a checkpoint with tensors missing or left over."""
     targets = find_targets(config, tensors.file_format, tensors.by_name.keys())
     shapes = {name: tensor.shape for name, tensor in tensors.by_name.items()}
     match_tensors(tensors.source, shapes, targets)
     if config.tied_head:
-        _compare_head(tensors, next(name for name, target in targets.items() if target.array == "embed"))
+        embed = next(name for name, target in targets.items() if target.array == "embed")
+        compare_head(tensors.source, tensors.by_name.get(HEAD), tensors.by_name[embed])
     sources: dict[str, list[Source]] = {}
     for name, target in targets.items():
         sources.setdefault(target.array, []).append(Source(name, tensors.by_name[name], target))
