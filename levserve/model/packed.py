@@ -192,6 +192,11 @@ class PackedMatrix(eqx.Module):
             numbers = numbers + self._spread(self.offset.astype(jnp.float32))
         return hax.named(numbers.astype(dtype), self.axes)
 
+    def row_scales(self) -> jax.Array:
+        """float32 [out] of a matrix [out, in] that has one scale for all inputs of a row."""
+        assert self.scheme.columns is None and self.ndim == 2
+        return jnp.broadcast_to(self._spread(decode_scale(self.scale))[:, 0], self.axes[0].size)
+
     def _spread(self, blocks: jax.Array) -> jax.Array:
         """Repeats the values of blocks for each row and column, as far as they do not broadcast."""
         num_rows, num_inputs = (axis.size for axis in self.axes[-2:])

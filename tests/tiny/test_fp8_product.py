@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 
 from levserve.model.gpu import fp8_dot, fp8_plan
 from levserve.model.gpu.backend import GpuBackend
-from levserve.model.gpu.fp8_plan import Fp8Way, choose_fp8_tiling, fit_cut
+from levserve.model.gpu.fp8_plan import MAX_WHOLE_ROWS, Fp8Way, choose_fp8_tiling, fit_cut
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.packed_plan import PackedTiling
 from levserve.model.packed import Code, PackedMatrix, Scheme, multiply_packed
@@ -51,11 +52,29 @@ def check(got: jnp.ndarray, matrix: PackedMatrix, x: jnp.ndarray) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_kernel_gives_the_product_of_rounded_rows(name: str, rows: int) -> None:
     """Nothing else is rounded. Covers two groups of columns, and sums that programs share."""
+    rows = min(rows, MAX_WHOLE_ROWS) if name == "whole rows" else rows
     matrix, x = random_matrix(SCHEMES[name], SHAPE), random_rows(rows)
     cut = choose_fp8_tiling(rows, SHAPE, matrix.scheme)
     assert cut is not None and cut.tiling.splits > 1
     assert cut.rounds_inside == (name != "whole rows" and rows <= 16)
     check(multiply_fp8(matrix, x, cut=cut, interpret=True), matrix, x)
+
+
+@pytest.mark.parametrize("scale", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("rows_of_scale", [1, SHAPE[0]])
+def test_many_rows_with_one_scale_each_are_multiplied_by_xla_without_widening(
+    scale: jnp.dtype, rows_of_scale: int
+) -> None:
+    """Whether rows of the matrix have scales of their own or share one."""
+    scheme = Scheme(Code.FP8, rows=rows_of_scale, scale=scale, rounds_rows=True)
+    matrix, x = random_matrix(scheme, SHAPE), random_rows(MAX_WHOLE_ROWS + 1)
+    assert choose_fp8_tiling(len(x), SHAPE, scheme) is None
+    for summed in (FLOAT32, BFLOAT16):
+        product = GpuBackend(interpret=True).packed_product(matrix, BFLOAT16, summed)
+        traced = str(jax.make_jaxpr(lambda x, product=product: product(x, None))(x))
+        assert re.search(rf"dot_general\[(?s:.)*?preferred_element_type={summed}", traced)
+        assert f"bf16[{SHAPE[0]},{SHAPE[1]}]" not in traced and f"f32[{SHAPE[0]},{SHAPE[1]}]" not in traced
+    check(multiply(matrix, x), matrix, x)
 
 
 @pytest.mark.parametrize("rounds_inside", [False, True])

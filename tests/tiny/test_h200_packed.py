@@ -222,6 +222,16 @@ def test_prompts_are_multiplied_by_the_library_and_rounded_to_bfloat16() -> None
     assert "bf16[4096,6144]" in text and "f32[4096,6144]" not in text
 
 
+def test_prompts_with_one_scale_for_a_row_are_multiplied_by_the_library_as_fp8() -> None:
+    text, _ = compile_there("fp8, whole rows", Shape(4096))
+    products = [line for line in text.splitlines() if '"__cublas$lt$matmul$f8"' in line]
+    assert len(products) == 4 * CONFIG.num_layers
+    assert "bf16[28672,4096]" not in text and "bf16[4096,14336]" not in text, "no matrix is widened"
+    wide = [line for line in products if "[4096,28672]" in line or "[4096,6144]" in line]
+    assert len(wide) == 2 * CONFIG.num_layers
+    assert all(re.search(r"= \(bf16\[", line) for line in wide), "sums that are large are rounded"
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "is_library"),
     [("fp8", Shape(4096), True), ("fp8", MANY, False), ("awq", Shape(4096), False)],

@@ -18,7 +18,7 @@ from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu import backend as gpu
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.gate import Gate
-from levserve.model.gpu.round_fp8 import round_gated, round_normed, takes_groups
+from levserve.model.gpu.round_fp8 import MAX_WIDTH, find_group, round_gated, round_normed
 from levserve.model.linear import Linear
 from levserve.model.norm import Norm
 from levserve.model.packed import Code, PackedMatrix, Scheme
@@ -69,7 +69,7 @@ def check(got: Fp8Rows, exactly: NDArray[np.float64], group: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize(("width", "group"), [(384, 128), (2048, 64), (1536, 512)])
+@pytest.mark.parametrize(("width", "group"), [(384, 128), (2048, 64), (1536, 512), (1536, 1536), (328, 328)])
 def test_rows_are_rounded_as_xla_rounds_them(width: int, group: int, dtype: jnp.dtype) -> None:
     x = random_rows(3, width).astype(dtype)
     x[1, :group] = 0
@@ -80,9 +80,9 @@ def test_rows_are_rounded_as_xla_rounds_them(width: int, group: int, dtype: jnp.
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize(("width", "group"), [(1024, 128), (384, 128), (320, 64)])
+@pytest.mark.parametrize(("width", "group"), [(1024, 128), (384, 128), (320, 64), (320, 320)])
 def test_a_norm_is_rounded_whatever_the_width(width: int, group: int, dtype: jnp.dtype) -> None:
-    """Three and five groups are not powers of two, and are padded."""
+    """Three and five groups are not powers of two, and are padded; so is a row that is one group."""
     x, weight = random_rows(3, width).astype(dtype), random_rows(width)
     got = round_normed(x, weight, eps=0.25, group=group, interpret=True)
     wide = np.asarray(x, np.float64)
@@ -99,21 +99,29 @@ def test_a_norm_is_rounded_whatever_the_width(width: int, group: int, dtype: jnp
         Gate(Activation.GELU_QUICK, True, 2.0, 1.0),
     ],
 )
-def test_what_a_gate_makes_is_rounded(gate: Gate) -> None:
+@pytest.mark.parametrize("group", [128, "row"])
+def test_what_a_gate_makes_is_rounded(gate: Gate, group: int | str) -> None:
     x = random_rows(3, 768)
-    got = round_gated(x, gate=gate, group=128, interpret=True)
+    num_inputs = 384 if gate.is_gated else 768
+    size = num_inputs if isinstance(group, str) else group
+    got = round_gated(x, gate=gate, group=size, interpret=True)
     parts = tuple(np.split(x, 2 if gate.is_gated else 1, axis=1))
     wanted = np.asarray(jax.jit(gate.apply)(parts), np.float64)
     assert got.codes.shape == wanted.shape
-    check(got, wanted, 128)
+    check(got, wanted, size)
 
 
 def test_groups_that_triton_cannot_have_are_left_to_xla() -> None:
-    assert takes_groups(384, 128) and takes_groups(1024, 1024)
-    assert not takes_groups(1024, None), "a scale for a whole row"
-    assert not takes_groups(384, 96), "no power of two"
-    assert not takes_groups(2048, 2048), "more than a program rounds"
-    assert not takes_groups(400, 128), "a last group that is smaller"
+    assert find_group(384, 128) == 128 and find_group(1024, 1024) == 1024
+    assert find_group(384, 96) is None, "no power of two"
+    assert find_group(2048, 2048) is None, "more than a program rounds"
+    assert find_group(400, 128) is None, "a last group that is smaller"
+
+
+def test_a_scale_for_a_whole_row_is_found_while_a_program_can_have_the_row() -> None:
+    assert find_group(1000, None) == 1000
+    assert find_group(MAX_WIDTH, None) == MAX_WIDTH
+    assert find_group(MAX_WIDTH + 1, None) is None
 
 
 class Calls(list[str]):

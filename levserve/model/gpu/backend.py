@@ -45,8 +45,9 @@ from levserve.model.gpu.expert_plan import (
     takes_packed,
 )
 from levserve.model.gpu.fp8_dot import has_dot_fp8
-from levserve.model.gpu.fp8_plan import choose_fp8_tiling
+from levserve.model.gpu.fp8_plan import MAX_WHOLE_ROWS, choose_fp8_tiling
 from levserve.model.gpu.fp8_product import multiply_fp8
+from levserve.model.gpu.fp8_whole_rows import multiply_whole_rows
 from levserve.model.gpu.fragment_plan import choose_fragments, takes
 from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
 from levserve.model.gpu.gate import Gate
@@ -58,7 +59,7 @@ from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
-from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_in_groups, round_normed, takes_groups
+from levserve.model.gpu.round_fp8 import MAX_WIDTH, find_group, round_gated, round_in_groups, round_normed
 from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import Angles
@@ -188,7 +189,7 @@ class GpuBackend(XlaBackend):
             if widened != jnp.bfloat16:
                 return plain(x, num_used)
             if matrix.scheme.rounds_rows:
-                product = self._multiply_fp8(matrix, x, num_rows)
+                product = self._multiply_fp8(matrix, x, num_rows, summed)
                 return plain(x, num_used) if product is None else product
             assert not isinstance(x, Fp8Rows)
             fragments = choose_fragments(*given, is_hopper=is_hopper())
@@ -201,9 +202,15 @@ class GpuBackend(XlaBackend):
 
         return multiply
 
-    def _multiply_fp8(self, matrix: PackedMatrix, x: jax.Array | Fp8Rows, num_rows: int) -> jax.Array | None:
-        """The product of rows that are rounded to FP8; None if no kernel computes it."""
+    def _multiply_fp8(
+        self, matrix: PackedMatrix, x: jax.Array | Fp8Rows, num_rows: int, summed: jnp.dtype
+    ) -> jax.Array | None:
+        """The product of rows that are rounded to FP8; None if the matrix has to be widened in memory."""
         scheme = matrix.scheme
+        if scheme.columns is None and num_rows > MAX_WHOLE_ROWS:
+            if not isinstance(x, Fp8Rows):
+                x = round_in_groups(x, None, interpret=self.interpret)
+            return multiply_whole_rows(matrix, x, summed)
         num_columns, num_inputs = (axis.size for axis in matrix.axes)
         given = (num_rows, (num_columns, num_inputs), scheme)
         if not has_dot_fp8():
@@ -242,8 +249,8 @@ class GpuBackend(XlaBackend):
     def _group_to_round(self, num_rows: int, matrix: PackedMatrix, widened: jnp.dtype) -> int | None:
         """How many inputs share a scale, if a kernel should round them before the product."""
         num_columns, num_inputs = (axis.size for axis in matrix.axes)
-        group = matrix.scheme.columns
-        if widened != jnp.bfloat16 or not takes_groups(num_inputs, group):
+        group = find_group(num_inputs, matrix.scheme.columns)
+        if widened != jnp.bfloat16 or group is None:
             return None
         cut = choose_fp8_tiling(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
         return None if cut is not None and cut.rounds_inside else group

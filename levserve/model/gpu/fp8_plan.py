@@ -11,6 +11,8 @@ from levserve.model.packed import Code, Scheme
 SMALLEST_DEPTH = 32
 """Inputs that one FP8 instruction multiplies."""
 MAX_ROWS = 256
+MAX_WHOLE_ROWS = 128
+"""The same where a whole row of the matrix has one scale: XLA multiplies more rows without widening."""
 WIDE = 16384
 """A matrix with this many outputs has enough programs to keep a GPU busy without sharing sums."""
 
@@ -58,7 +60,7 @@ class Fp8Tiling(NamedTuple):
 
 def choose_fp8_tiling(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> Fp8Tiling | None:
     """How to tile the product with a matrix [out, in] of this shape; None if the kernel does not serve it."""
-    if num_rows > MAX_ROWS:
+    if num_rows > (MAX_WHOLE_ROWS if scheme.columns is None else MAX_ROWS):
         return None
     ways = next(ways for most, ways in BY_ROWS.items() if num_rows <= most)
     return fit_cut(ways.wide if shape[0] >= WIDE else ways.narrow, num_rows, shape, scheme)

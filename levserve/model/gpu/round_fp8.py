@@ -22,22 +22,26 @@ from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.paged_attention import power_of_two
 
 MAX_WIDTH = 16384
-"""The most values of a row that a program can normalize."""
+"""The most values of a row that a program can have at once."""
 PART = 1024
 """Values of a row that a program rounds, if nothing is computed from the whole row."""
 NUMBERS_PER_WARP = 512
 
 
-def takes_groups(num_inputs: int, group: int | None) -> bool:
-    """Whether these kernels round rows of `num_inputs` values with one scale per group."""
-    return group is not None and group <= PART and group == power_of_two(group) and num_inputs % group == 0
+def find_group(num_inputs: int, columns: int | None) -> int | None:
+    """How many inputs share a scale where a scheme has `columns`; None if these kernels do not round them."""
+    if columns is None:
+        return num_inputs if num_inputs <= MAX_WIDTH else None
+    takes = columns <= PART and columns == power_of_two(columns) and num_inputs % columns == 0
+    return columns if takes else None
 
 
-def round_in_groups(x: jax.Array, group: int | None, *, interpret: bool = False) -> Fp8Rows:
-    """x [row, in] rounded with a scale for every `group` inputs, or one for all, by a kernel if it can."""
-    if group is not None and takes_groups(x.shape[1], group):
-        return round_gated(x, gate=None, group=group, interpret=interpret)
-    return round_rows(x.astype(jnp.bfloat16), group)
+def round_in_groups(x: jax.Array, columns: int | None, *, interpret: bool = False) -> Fp8Rows:
+    """x [row, in] rounded with a scale for every so many inputs, or one for all, by a kernel if it can."""
+    group = find_group(x.shape[1], columns)
+    if group is None:
+        return round_rows(x.astype(jnp.bfloat16), columns)
+    return round_gated(x, gate=None, group=group, interpret=interpret)
 
 
 def round_group(numbers: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +68,7 @@ def round_gated(x: jax.Array, *, gate: Gate | None, group: int, interpret: bool 
     """Rounds what the gate makes of x [row, in], or of x [row, 2 * in] if it is gated; without a gate, x."""
     num_rows, width = x.shape
     num_inputs = width // 2 if gate is not None and gate.is_gated else width
-    part = math.gcd(PART, num_inputs)
+    part = max(group, math.gcd(PART, num_inputs))
     kernel = functools.partial(_gate_kernel, gate=gate, group=group, part=part)
     grid = (num_rows, num_inputs // part)
     return _call(kernel, [x], grid, (num_rows, num_inputs), group, part, interpret)
@@ -100,12 +104,11 @@ def _norm_kernel(
 ) -> None:
     row, num_inputs = pl.program_id(0), x_ref.shape[1]
     groups = jnp.arange(power_of_two(num_inputs // group), dtype=jnp.int32)
-    at = groups[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None, :]
-    mask = at < num_inputs
+    at, mask = _places(groups, group, num_inputs)
     x = plgpu.load(x_ref.at[row, at], mask=mask, other=0.0).astype(jnp.float32)
     weight = plgpu.load(weight_ref.at[at], mask=mask, other=0.0)
     mean = jnp.sum(x * x) / num_inputs
-    _store(x * lax.rsqrt(mean + eps) * weight, row, groups, at, code_ref, largest_ref)
+    _store(x * lax.rsqrt(mean + eps) * weight, row, groups, group, code_ref, largest_ref)
 
 
 def _gate_kernel(
@@ -114,21 +117,31 @@ def _gate_kernel(
     row = pl.program_id(0)
     num_groups, num_inputs = part // group, code_ref.shape[1]
     groups = pl.program_id(1) * num_groups + jnp.arange(num_groups, dtype=jnp.int32)
-    at = groups[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None, :]
+    at, mask = _places(groups, group, num_inputs)
     starts = (0, num_inputs) if gate is not None and gate.is_gated else (0,)
-    given = tuple(plgpu.load(x_ref.at[row, at + start]).astype(jnp.float32) for start in starts)
-    _store(given[0] if gate is None else gate.apply(given), row, groups, at, code_ref, largest_ref)
+    given = tuple(
+        plgpu.load(x_ref.at[row, at + start], mask=mask, other=0.0).astype(jnp.float32) for start in starts
+    )
+    _store(given[0] if gate is None else gate.apply(given), row, groups, group, code_ref, largest_ref)
+
+
+def _places(groups: jax.Array, group: int, num_inputs: int) -> tuple[jax.Array, jax.Array]:
+    """Where the values [group, in] of these groups are in a row; the mask leaves out what pads both axes."""
+    columns = jnp.arange(power_of_two(group), dtype=jnp.int32)
+    at = groups[:, None] * group + columns[None, :]
+    return at, (columns < group)[None, :] & (at < num_inputs)
 
 
 def _store(
     numbers: jax.Array,
     row: jax.Array,
     groups: jax.Array,
-    at: jax.Array,
+    group: int,
     code_ref: jax.Ref,
     largest_ref: jax.Ref,
 ) -> None:
-    """Rounds values [group, in] and stores them at these places of a row."""
+    """Rounds values [group, in] of these groups of a row and stores them."""
     codes, largest = round_group(numbers, 1)
-    plgpu.store(code_ref.at[row, at], codes, mask=at < code_ref.shape[1])
+    at, mask = _places(groups, group, code_ref.shape[1])
+    plgpu.store(code_ref.at[row, at], codes, mask=mask)
     plgpu.store(largest_ref.at[groups, row], largest, mask=groups < largest_ref.shape[0])
