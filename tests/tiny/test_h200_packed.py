@@ -213,13 +213,13 @@ def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, coun
     )
 
 
-def test_prompts_are_multiplied_by_the_library_and_rounded_to_bfloat16() -> None:
-    """As with a model in bfloat16: XLA widens each matrix before its product."""
-    shape = Shape(4096)
-    text, _ = compile_there("fp8", shape)
-    assert text.count('custom_call_target="__cublas$lt$matmul') >= 4 * CONFIG.num_layers
-    assert "bf16[4096,28672]" in text and "f32[4096,28672]" not in text
-    assert "bf16[4096,6144]" in text and "f32[4096,6144]" not in text
+def test_prompts_of_blocks_are_multiplied_as_fp8_by_a_kernel_of_ours() -> None:
+    text, _ = compile_there("fp8", Shape(4096))
+    products = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
+    assert len(products) == 4 * CONFIG.num_layers
+    assert "bf16[28672,4096]" not in text and "bf16[4096,14336]" not in text, "no matrix is widened"
+    wide = [line for line in products if re.search(r"= bf16\[4096,(28672|6144)\]", line)]
+    assert len(wide) == 2 * CONFIG.num_layers, "sums that are large are rounded"
 
 
 def test_prompts_with_one_scale_for_a_row_are_multiplied_by_the_library_as_fp8() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from levserve.model.config import Activation, ModelConfig
 from levserve.model.feed_forward import Mlp
 from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu import backend as gpu
+from levserve.model.gpu import fp8_activations
 from levserve.model.gpu.backend import GpuBackend
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.round_fp8 import MAX_WIDTH, find_group, round_gated, round_normed
@@ -132,19 +135,19 @@ class Calls(list[str]):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found = Calls()
 
-    def watch(name: str) -> None:
-        inner = getattr(gpu, name)
+    def watch(module: ModuleType, name: str) -> None:
+        inner = getattr(module, name)
 
         def call(*arguments: object, **options: object) -> Fp8Rows:
             found.append(name)
             rounded: Fp8Rows = inner(*arguments, **options)
             return rounded
 
-        monkeypatch.setattr(gpu, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    watch("round_normed")
-    watch("round_gated")
-    watch("round_in_groups")
+    watch(gpu, "round_normed")
+    watch(gpu, "round_gated")
+    watch(fp8_activations, "round_in_groups")
     return found
 
 

@@ -44,10 +44,7 @@ from levserve.model.gpu.expert_plan import (
     stored,
     takes_packed,
 )
-from levserve.model.gpu.fp8_dot import has_dot_fp8
-from levserve.model.gpu.fp8_plan import MAX_WHOLE_ROWS, choose_fp8_tiling
-from levserve.model.gpu.fp8_product import multiply_fp8
-from levserve.model.gpu.fp8_whole_rows import multiply_whole_rows
+from levserve.model.gpu.fp8_activations import group_to_round, multiply_rounded
 from levserve.model.gpu.fragment_plan import choose_fragments, takes
 from levserve.model.gpu.fragment_product import multiply_fragments, runs_here
 from levserve.model.gpu.gate import Gate
@@ -59,8 +56,8 @@ from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
-from levserve.model.gpu.round_fp8 import MAX_WIDTH, find_group, round_gated, round_in_groups, round_normed
-from levserve.model.packed import PackedMatrix, Scheme, round_as_asked
+from levserve.model.gpu.round_fp8 import MAX_WIDTH, round_gated, round_normed
+from levserve.model.packed import PackedMatrix, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.rotary import Angles
 from levserve.model.text_attention import Texts
@@ -189,7 +186,7 @@ class GpuBackend(XlaBackend):
             if widened != jnp.bfloat16:
                 return plain(x, num_used)
             if matrix.scheme.rounds_rows:
-                product = self._multiply_fp8(matrix, x, num_rows, summed)
+                product = multiply_rounded(matrix, x, summed, interpret=self.interpret)
                 return plain(x, num_used) if product is None else product
             assert not isinstance(x, Fp8Rows)
             fragments = choose_fragments(*given, is_hopper=is_hopper())
@@ -202,58 +199,22 @@ class GpuBackend(XlaBackend):
 
         return multiply
 
-    def _multiply_fp8(
-        self, matrix: PackedMatrix, x: jax.Array | Fp8Rows, num_rows: int, summed: jnp.dtype
-    ) -> jax.Array | None:
-        """The product of rows that are rounded to FP8; None if the matrix has to be widened in memory."""
-        scheme = matrix.scheme
-        if scheme.columns is None and num_rows > MAX_WHOLE_ROWS:
-            if not isinstance(x, Fp8Rows):
-                x = round_in_groups(x, None, interpret=self.interpret)
-            return multiply_whole_rows(matrix, x, summed)
-        num_columns, num_inputs = (axis.size for axis in matrix.axes)
-        given = (num_rows, (num_columns, num_inputs), scheme)
-        if not has_dot_fp8():
-            tiling = choose_tiling(*given)
-            if tiling is None:
-                return None
-            if isinstance(x, Fp8Rows):
-                x = x.widen().astype(jnp.bfloat16)
-            else:
-                x = round_as_asked(x.astype(jnp.bfloat16), scheme)
-            return multiply_in_registers(matrix, x, tiling=tiling, interpret=self.interpret)
-        cut = choose_fp8_tiling(*given)
-        if cut is None:
-            return None
-        if not (cut.rounds_inside or isinstance(x, Fp8Rows)):
-            x = round_in_groups(x, scheme.columns, interpret=self.interpret)
-        return multiply_fp8(matrix, x, cut=cut, interpret=self.interpret)
-
     def round_normed(
         self, x: jax.Array, weight: jax.Array, eps: float, matrix: PackedMatrix, widened: jnp.dtype
     ) -> Fp8Rows | None:
-        group = self._group_to_round(len(x), matrix, widened)
-        if group is None or x.shape[1] > MAX_WIDTH:
+        group = group_to_round(len(x), matrix)
+        if group is None or widened != jnp.bfloat16 or x.shape[1] > MAX_WIDTH:
             return None
         return round_normed(x, weight, eps=eps, group=group, interpret=self.interpret)
 
     def round_gated(
         self, x: jax.Array, config: ModelConfig, matrix: PackedMatrix, widened: jnp.dtype
     ) -> Fp8Rows | None:
-        group = self._group_to_round(len(x), matrix, widened)
-        if group is None:
+        group = group_to_round(len(x), matrix)
+        if group is None or widened != jnp.bfloat16:
             return None
         gate = Gate(config.activation, config.is_gated, config.gate_limit, config.up_offset)
         return round_gated(x, gate=gate, group=group, interpret=self.interpret)
-
-    def _group_to_round(self, num_rows: int, matrix: PackedMatrix, widened: jnp.dtype) -> int | None:
-        """How many inputs share a scale, if a kernel should round them before the product."""
-        num_columns, num_inputs = (axis.size for axis in matrix.axes)
-        group = find_group(num_inputs, matrix.scheme.columns)
-        if widened != jnp.bfloat16 or group is None:
-            return None
-        cut = choose_fp8_tiling(num_rows, (num_columns, num_inputs), matrix.scheme) if has_dot_fp8() else None
-        return None if cut is not None and cut.rounds_inside else group
 
     def scratch_bytes(self, config: ModelConfig, schemes: Mapping[str, Scheme]) -> int:
         shapes = parameter_shapes(config)
