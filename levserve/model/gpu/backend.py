@@ -51,8 +51,8 @@ from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.hopper import is_hopper
-from levserve.model.gpu.mosaic_experts import mix_blocks, mix_tiles
-from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
+from levserve.model.gpu.mosaic_experts import mix_blocks, mix_fp8_blocks, mix_tiles
+from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves, serves_fp8
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention
@@ -240,6 +240,8 @@ class GpuBackend(XlaBackend):
             total = mix_gathered(x, choice._replace(experts=known), experts)
         elif (arrays := self._matrices_for_mosaic(experts)) and self._uses_mosaic(len(x), experts):
             total = mix_blocks(x.astype(dtype), choice, *arrays, gate=plan.gate)
+        elif packed := self._fp8_for_mosaic(len(x), experts):
+            total = mix_fp8_blocks(x.astype(dtype), choice, *packed, gate=plan.gate)
         else:
             given = x.astype(dtype), choice, gate_up, down, experts.biases
             total = mix_grouped(*given, plan=plan, interpret=self.interpret)
@@ -290,6 +292,16 @@ class GpuBackend(XlaBackend):
         if self.interpret or experts.biases is not None or not is_hopper():
             return None
         return (gate_up, down) if serves(experts.rule, gate_up, down) else None
+
+    def _fp8_for_mosaic(self, num_tokens: int, experts: Mixture) -> tuple[PackedMatrix, PackedMatrix] | None:
+        """The experts' matrices if Mosaic GPU should multiply them as FP8, else None."""
+        gate_up, down = experts.matrices
+        if not (isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix)):
+            return None
+        if self.interpret or experts.biases is not None or experts.dtype != jnp.bfloat16 or not is_hopper():
+            return None
+        is_chosen = self.expert_kernels is not ExpertKernels.TRITON
+        return (gate_up, down) if is_chosen and serves_fp8(num_tokens, experts.rule, gate_up, down) else None
 
     def _choose_experts(self, scores: jax.Array, is_real: jax.Array, experts: Mixture) -> ExpertChoice:
         """The experts of each token; padding gets the number of experts in place of an expert."""

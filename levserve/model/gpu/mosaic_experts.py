@@ -10,13 +10,17 @@ import functools
 import jax
 
 from levserve.model.backend import ExpertChoice
+from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.gpu.expert_blocks import block_pairs, halve_tiles
 from levserve.model.gpu.expert_plan import Plan
 from levserve.model.gpu.expert_rows import gather_rows, sum_results
 from levserve.model.gpu.expert_tiles import tile_pairs
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import hidden_in_tiles
+from levserve.model.gpu.mosaic_fp8_product import multiply_experts
 from levserve.model.gpu.mosaic_product import NUM_PROGRAMS, multiply_blocks
+from levserve.model.gpu.round_fp8 import round_in_groups
+from levserve.model.packed import PackedMatrix
 
 
 @functools.partial(jax.jit, static_argnames=("gate", "num_programs", "interpret"))
@@ -38,6 +42,34 @@ def mix_blocks(
         multiply_blocks, blocks=blocks, num_programs=num_programs, interpret=interpret
     )
     results = multiply(multiply(rows, gate_up, gate=gate), down, gate=None)
+    return sum_results(results, choice.weights, blocks, interpret=is_interpreted)
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "num_programs", "interpret"))
+def mix_fp8_blocks(
+    x: jax.Array,
+    choice: ExpertChoice,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    *,
+    gate: Gate,
+    num_programs: int = NUM_PROGRAMS,
+    interpret: object = None,
+) -> jax.Array:
+    """The same with experts in FP8, whose rows are rounded to FP8 too; see `mosaic_fp8_product`."""
+    is_interpreted = interpret is not None
+    num_experts, per_token = gate_up.axes[0].size, choice.experts.shape[1]
+    blocks = block_pairs(choice.experts, num_experts, interpret=is_interpreted)
+    codes, largest = round_in_groups(x, gate_up.scheme.columns, interpret=is_interpreted)
+    rows = gather_rows(codes, blocks, num_experts, per_token, interpret=is_interpreted)
+    tokens = blocks.pairs[: len(rows)] // per_token
+    gathered = Fp8Rows(rows, largest.at[:, tokens].get(mode="clip"))
+    multiply = functools.partial(
+        multiply_experts, blocks=blocks, num_programs=num_programs, interpret=interpret
+    )
+    hidden = multiply(gate_up, gathered, gate=gate)
+    rounded = round_in_groups(hidden, down.scheme.columns, interpret=is_interpreted)
+    results = multiply(down, rounded, gate=None)
     return sum_results(results, choice.weights, blocks, interpret=is_interpreted)
 
 

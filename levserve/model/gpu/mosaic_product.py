@@ -96,7 +96,7 @@ def _kernel(
     width = out_ref.shape[1]
     num_columns = width // per_tile
     num_steps = row_ref.shape[1] // DEPTH
-    share = _Share.of(lax.axis_index("program"), count_ref, num_columns, num_programs)
+    share = Share.of(lax.axis_index("program"), count_ref, num_columns, num_programs)
 
     def slot_of(number: jax.Array, step: jax.Array) -> jax.Array:
         return lax.rem(number * num_steps + step, NUM_SLOTS)
@@ -207,7 +207,7 @@ def _kernel(
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """The tiles of one program: those of two blocks and those of one, evenly mixed, so that all programs
     work on about the same expert at a time and read its matrices together."""
 
@@ -217,7 +217,7 @@ class _Share:
     num_half: jax.Array
 
     @classmethod
-    def of(cls, program: jax.Array, count_ref: jax.Ref, num_columns: int, num_programs: int) -> _Share:
+    def of(cls, program: jax.Array, count_ref: jax.Ref, num_columns: int, num_programs: int) -> Share:
         whole, half = (count_ref[kind] * num_columns for kind in range(2))
         # Extra whole tiles go to the first programs, extra half tiles to the last.
         num_whole = lax.div(whole + num_programs - 1 - program, num_programs)
