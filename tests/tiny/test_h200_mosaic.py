@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from haliax import Axis
 
 from levserve.model.backend import ExpertRule
 from levserve.model.config import Activation, Routing
 from levserve.model.gpu.backend import ExpertKernels, GpuBackend
 from levserve.model.gpu.expert_blocks import BLOCK
+from levserve.model.packed import Code, PackedMatrix, Scheme
 from tests.h200 import HOLDERS, inside
 from tests.h200_programs import Compiled, compile_on_the_card, placed
 from tests.hlo import PASSED_ON, instructions
@@ -27,6 +29,7 @@ NUM_EXPERTS, PER_TOKEN, EMBED, MLP = 8, 2, 4096, 14336
 RULE = ExpertRule(NUM_EXPERTS, PER_TOKEN, Routing(), is_gated=True, activation=Activation.SILU)
 SMALL = ExpertRule(128, 8, Routing(), is_gated=True, activation=Activation.SILU)
 """The experts of Qwen3-30B-A3B, whose intermediate size is 768."""
+FP8_BLOCKS = Scheme(Code.FP8, 128, 128, rounds_rows=True)
 
 
 @functools.cache
@@ -110,3 +113,38 @@ def test_of_small_experts_mosaic_makes_the_second_product_alone_and_adds_the_res
     assert len(names) == 7, "and a product, and which tokens are real as integers"
     slots = num_tokens * SMALL.per_token + SMALL.num_experts * 2 * BLOCK
     assert compiled.temp_bytes <= slots * 2 * (embed + mlp) + (4 << 20)
+
+
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_fp8_experts_of_many_tokens_are_multiplied_by_mosaic_without_a_copy(num_tokens: int) -> None:
+    embed, mlp = 2048, 768
+    shapes = (SMALL.num_experts, 2 * mlp, embed), (SMALL.num_experts, embed, mlp)
+
+    def mix(x: jax.Array, scores: jax.Array, is_real: jax.Array, *arrays: dict[str, jax.Array]) -> jax.Array:
+        matrices = [
+            PackedMatrix.from_arrays(given, FP8_BLOCKS, tuple(map(Axis, "eoi", shape)))
+            for given, shape in zip(arrays, shapes, strict=True)
+        ]
+        experts: Any = SimpleNamespace(
+            rule=SMALL, matrices=matrices, dtype=jnp.dtype(jnp.bfloat16), biases=None, correction=None
+        )
+        return GpuBackend().mix_experts(x, scores, is_real, experts)
+
+    given = [
+        jax.ShapeDtypeStruct((num_tokens, embed), jnp.bfloat16),
+        jax.ShapeDtypeStruct((num_tokens, SMALL.num_experts), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens,), jnp.bool_),
+        *(
+            {end: jax.ShapeDtypeStruct(*part) for end, part in FP8_BLOCKS.array_shapes(shape).items()}
+            for shape in shapes
+        ),
+    ]
+    compiled = compile_on_the_card(lambda: jax.jit(mix).trace(*jax.tree.map(placed, given)).lower())
+    names, made = names_of(compiled), instructions(compiled.text)
+    for name in ("choose_experts", "tile_pairs", "list_tiles", "gather_rows", "sum_results"):
+        assert names.count(name) == 1
+    rounded = [name for name in names if name.startswith("round_fp8")]
+    assert len(rounded) == 2, "the tokens, and their hidden values"
+    assert sum('custom_call_target="mosaic_gpu' in each.text for each in made) == 2
+    copies = [each for each in made if each.operation not in PASSED_ON and any(map(each.holds, shapes))]
+    assert [each.text for each in copies] == []

@@ -213,12 +213,13 @@ def test_one_kernel_rounds_activations_with_what_comes_before(shape: Shape, coun
     )
 
 
-def test_prompts_of_blocks_are_multiplied_as_fp8_by_a_kernel_of_ours() -> None:
-    text, _ = compile_there("fp8", Shape(4096))
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_prompts_of_blocks_are_multiplied_as_fp8_by_a_kernel_of_ours(num_tokens: int) -> None:
+    text, _ = compile_there("fp8", Shape(num_tokens))
     products = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
     assert len(products) == 4 * CONFIG.num_layers
     assert "bf16[28672,4096]" not in text and "bf16[4096,14336]" not in text, "no matrix is widened"
-    wide = [line for line in products if re.search(r"= bf16\[4096,(28672|6144)\]", line)]
+    wide = [line for line in products if re.search(rf"= bf16\[{num_tokens},(28672|6144)\]", line)]
     assert len(wide) == 2 * CONFIG.num_layers, "sums that are large are rounded"
 
 
