@@ -18,9 +18,11 @@ from levserve.model.backend import ExpertChoice, ExpertRule
 from levserve.model.config import Activation, Routing
 from levserve.model.fp8_rows import Fp8Rows, round_rows
 from levserve.model.gpu import backend, fp8_activations, mosaic_fp8_product
+from levserve.model.gpu import hopper as hopper_gpus
 from levserve.model.gpu.backend import ExpertKernels, GpuBackend
 from levserve.model.gpu.expert_blocks import Blocks
 from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.hopper import PROCESSORS, num_processors
 from levserve.model.gpu.mosaic_experts import mix_fp8_blocks
 from levserve.model.gpu.mosaic_fp8_product import (
     NUM_SLOTS,
@@ -240,3 +242,12 @@ def test_only_gated_experts_in_blocks_that_divide_their_sizes_are_served() -> No
     assert not is_served(rounds_rows=False) and not is_served(columns=None, rows=1)
     assert not is_served(replace(RULE, is_gated=False))
     assert not is_served(replace(RULE, activation=Activation.GELU))
+
+
+def test_there_is_a_program_for_each_processor_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program more than there are processors would run when the others have ended."""
+    assert num_processors() == PROCESSORS, "a CPU does not say"
+    pcie = SimpleNamespace(device_kind="NVIDIA H100 PCIe", core_count=114)
+    monkeypatch.setattr(hopper_gpus.jax, "devices", lambda: [pcie])
+    assert num_processors() == 114
+    assert choose_pieces(1024, DENSE["qkv"], BLOCKS) == 2, "with 132 processors, one"

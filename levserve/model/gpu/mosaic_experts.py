@@ -18,7 +18,7 @@ from levserve.model.gpu.expert_tiles import tile_pairs
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.grouped_experts import hidden_in_tiles
 from levserve.model.gpu.mosaic_fp8_product import multiply_experts
-from levserve.model.gpu.mosaic_product import NUM_PROGRAMS, multiply_blocks
+from levserve.model.gpu.mosaic_product import multiply_blocks
 from levserve.model.gpu.round_fp8 import round_in_groups
 from levserve.model.packed import PackedMatrix
 
@@ -31,7 +31,7 @@ def mix_blocks(
     down: jax.Array,
     *,
     gate: Gate,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts, float32 [token, embed]; like `mix_grouped` without biases."""
@@ -53,7 +53,7 @@ def mix_fp8_blocks(
     down: PackedMatrix,
     *,
     gate: Gate,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """The same with experts in FP8, whose rows are rounded to FP8 too; see `mosaic_fp8_product`."""
@@ -83,7 +83,7 @@ def mix_tiles(
     is_real: jax.Array,
     *,
     plan: Plan,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """`added` [token, embed] plus the weighted sum of each token's experts, float32. Triton computes the

@@ -25,7 +25,7 @@ from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.gpu.expert_blocks import BLOCK, Blocks
 from levserve.model.gpu.fp8_plan import MAX_ROWS, WIDE
 from levserve.model.gpu.gate import Gate
-from levserve.model.gpu.hopper import is_hopper
+from levserve.model.gpu.hopper import is_hopper, num_processors
 from levserve.model.gpu.mosaic_product import Share
 from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
 
@@ -52,8 +52,6 @@ STORED_BYTES = 128
 """Of each row of a result, stored together."""
 NUM_STORED = 2
 """Parts of a warp group's result that may be on their way to memory."""
-NUM_PROGRAMS = 132
-"""One for each processor of an H100 or H200."""
 
 
 def takes_blocks(scheme: Scheme) -> bool:
@@ -75,7 +73,7 @@ def choose_pieces(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> int 
     down = -(-num_rows // TILE_ROWS)
 
     def time_of(pieces: int) -> float:
-        turns = -(-down * (num_columns // (pieces * COLUMNS)) // NUM_PROGRAMS)
+        turns = -(-down * (num_columns // (pieces * COLUMNS)) // num_processors())
         return turns * TIMES[pieces]
 
     fitting = [pieces for pieces in TIMES if num_columns % (pieces * COLUMNS) == 0]
@@ -89,7 +87,7 @@ def multiply_in_blocks(
     *,
     dtype: jnp.dtype,
     pieces: int,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """x [row, in] times the matrix: [row, out] in this type. A tile has so many pieces of 128 columns."""
@@ -103,7 +101,7 @@ def multiply_experts(
     blocks: Blocks,
     gate: Gate | None,
     *,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """x [slot, in] times the matrix [expert, out, in] of their block's expert, in bfloat16; with a gate,
@@ -121,12 +119,13 @@ def _call(
     gate: Gate | None,
     pieces: int,
     dtype: jnp.dtype,
-    num_programs: int,
+    num_programs: int | None,
     interpret: object,
 ) -> jax.Array:
     """`matrix` are codes [expert, out, in] and scales; `listed` are the tiles of experts, or nothing if there
-    is one matrix for all rows."""
+    is one matrix for all rows. There is a program for each processor, unless `num_programs` is given."""
     codes, scale = matrix
+    num_programs = num_programs or num_processors()
     num_slots, stored = NUM_SLOTS[pieces], STORED_BYTES // dtype.itemsize
     in_tiling = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
     out_tiling = (plgpu.TilingTransform((8, stored)), plgpu.SwizzleTransform(128))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from levserve.model.gpu.expert_blocks import BLOCK, Blocks
 from levserve.model.gpu.gate import Gate
+from levserve.model.gpu.hopper import num_processors
 
 DEPTH = 64
 """Elements of a row in one step: 128 bytes, the widest swizzle of shared memory."""
@@ -32,8 +33,6 @@ COPIER = NUM_MULTIPLIERS
 COPIER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232
 NUM_SLOTS = 4
 """Steps that are copied ahead: 192 KiB of the 227 that a processor has."""
-NUM_PROGRAMS = 132
-"""One for each processor of an H100 or H200."""
 
 
 def multiply_blocks(
@@ -42,12 +41,13 @@ def multiply_blocks(
     blocks: Blocks,
     gate: Gate | None,
     *,
-    num_programs: int = NUM_PROGRAMS,
+    num_programs: int | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """Rows [slot, depth] times the matrix [expert, column, depth] of their block's expert; with a gate,
     which must have two parts (gate and up), the hidden values that it gives. The results of blocks without an
-    expert are undefined."""
+    expert are undefined. There is a program for each processor, unless `num_programs` is given."""
+    num_programs = num_programs or num_processors()
     parts = 1 if gate is None else 2
     width = matrices.shape[1] // parts
     in_tiling = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
