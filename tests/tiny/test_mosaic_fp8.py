@@ -17,20 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from levserve.model.backend import ExpertChoice, ExpertRule
 from levserve.model.config import Activation, Routing
 from levserve.model.fp8_rows import Fp8Rows, round_rows
-from levserve.model.gpu import backend, fp8_activations, mosaic_fp8_product
+from levserve.model.gpu import backend, fp8_activations, mosaic_fp8_plan
 from levserve.model.gpu import hopper as hopper_gpus
 from levserve.model.gpu.backend import ExpertKernels, GpuBackend
 from levserve.model.gpu.expert_blocks import Blocks
 from levserve.model.gpu.gate import Gate
 from levserve.model.gpu.hopper import PROCESSORS, num_processors
 from levserve.model.gpu.mosaic_experts import mix_fp8_blocks
-from levserve.model.gpu.mosaic_fp8_product import (
-    NUM_SLOTS,
-    choose_pieces,
-    multiply_experts,
-    multiply_in_blocks,
-)
-from levserve.model.gpu.mosaic_plan import serves_fp8
+from levserve.model.gpu.mosaic_fp8_plan import choose_pieces, serves_fp8
+from levserve.model.gpu.mosaic_fp8_product import NUM_SLOTS, multiply_experts, multiply_in_blocks
 from levserve.model.packed import Code, PackedMatrix, Scheme
 
 BLOCKS = Scheme(Code.FP8, 128, 128, rounds_rows=True)
@@ -130,7 +125,7 @@ def test_so_they_do_for_experts(gate: Gate | None) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, mosaic_fp8_product):
+    for module in (backend, mosaic_fp8_plan):
         monkeypatch.setattr(module, "is_hopper", lambda: True)
 
 
@@ -158,7 +153,7 @@ def test_what_the_kernel_does_not_multiply_is_left_to_others() -> None:
 
 
 def test_it_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_fp8_product, "is_hopper", lambda: False)
+    monkeypatch.setattr(mosaic_fp8_plan, "is_hopper", lambda: False)
     assert choose_pieces(4096, DENSE["gate_up"], BLOCKS) is None
 
 

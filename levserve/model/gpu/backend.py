@@ -52,7 +52,8 @@ from levserve.model.gpu.grouped_experts import FLOAT32_PRECISION, mix_grouped
 from levserve.model.gpu.heads import place_heads
 from levserve.model.gpu.hopper import is_hopper
 from levserve.model.gpu.mosaic_experts import mix_blocks, mix_fp8_blocks, mix_tiles
-from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves, serves_fp8
+from levserve.model.gpu.mosaic_fp8_plan import serves_fp8
+from levserve.model.gpu.mosaic_plan import is_faster, is_faster_below, serves
 from levserve.model.gpu.packed_plan import MAX_ROWS, choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.paged_attention import paged_attention

@@ -14,7 +14,8 @@ from levserve.model.gpu.fp8_dot import has_dot_fp8
 from levserve.model.gpu.fp8_plan import MAX_WHOLE_ROWS, choose_fp8_tiling
 from levserve.model.gpu.fp8_product import multiply_fp8
 from levserve.model.gpu.fp8_whole_rows import multiply_whole_rows
-from levserve.model.gpu.mosaic_fp8_product import choose_pieces, multiply_in_blocks
+from levserve.model.gpu.mosaic_fp8_plan import choose_pieces
+from levserve.model.gpu.mosaic_fp8_product import multiply_in_blocks
 from levserve.model.gpu.packed_plan import choose_tiling
 from levserve.model.gpu.packed_product import multiply_in_registers
 from levserve.model.gpu.round_fp8 import find_group, round_in_groups

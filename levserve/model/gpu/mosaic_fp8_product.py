@@ -23,11 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from levserve.model.cache import LARGEST_FP8
 from levserve.model.fp8_rows import Fp8Rows
 from levserve.model.gpu.expert_blocks import BLOCK, Blocks
-from levserve.model.gpu.fp8_plan import MAX_ROWS, WIDE
 from levserve.model.gpu.gate import Gate
-from levserve.model.gpu.hopper import is_hopper, num_processors
+from levserve.model.gpu.hopper import num_processors
 from levserve.model.gpu.mosaic_product import Share
-from levserve.model.packed import Code, PackedMatrix, Scheme, decode_scale
+from levserve.model.packed import PackedMatrix, decode_scale
 
 DEPTH = 128
 """Inputs of one step, which share a scale."""
@@ -42,42 +41,10 @@ COPIER_REGISTERS, MULTIPLIER_REGISTERS = 40, 208
 """With 232 the assembler keeps some values in memory all the same, and products take half as long again."""
 NUM_SLOTS = {1: 5, 2: 4}
 """Steps that are copied ahead, by the pieces of a tile. With results, 226 KiB of 227 are used at most."""
-TIMES = {2: 2.0, 1: 1.05}
-"""How long a tile takes, by its pieces; for each product, a larger one reads less."""
-ROWS_COPIED = 8
-"""TMA copies so many rows together, and their scales if these are a multiple of 16 bytes."""
-MAX_WIDE_ROWS = 64
-"""The most rows that Triton's kernel multiplies faster with a matrix of `WIDE` outputs."""
 STORED_BYTES = 128
 """Of each row of a result, stored together."""
 NUM_STORED = 2
 """Parts of a warp group's result that may be on their way to memory."""
-
-
-def takes_blocks(scheme: Scheme) -> bool:
-    """Whether matrices that are quantized so, and their rows, have the blocks that the kernel multiplies."""
-    has_blocks = (scheme.columns, scheme.rows) == (DEPTH, COLUMNS)
-    return scheme.code is Code.FP8 and scheme.rounds_rows and has_blocks
-
-
-def choose_pieces(num_rows: int, shape: tuple[int, int], scheme: Scheme) -> int | None:
-    """How many pieces the tiles of a product with a matrix [out, in] should have; None if the kernel does not
-    serve it or Triton's is faster."""
-    num_columns, num_inputs = shape
-    if not (is_hopper() and takes_blocks(scheme)):
-        return None
-    if num_rows <= (MAX_WIDE_ROWS if num_columns >= WIDE else MAX_ROWS):
-        return None
-    if num_rows % ROWS_COPIED or num_inputs % DEPTH:
-        return None
-    down = -(-num_rows // TILE_ROWS)
-
-    def time_of(pieces: int) -> float:
-        turns = -(-down * (num_columns // (pieces * COLUMNS)) // num_processors())
-        return turns * TIMES[pieces]
-
-    fitting = [pieces for pieces in TIMES if num_columns % (pieces * COLUMNS) == 0]
-    return min(fitting, key=time_of, default=None)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "pieces", "num_programs", "interpret"))
