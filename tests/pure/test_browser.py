@@ -485,7 +485,7 @@ def test_an_endpoint_unfolds_to_its_fields_and_can_be_tried(docs: Browser) -> No
 
 
 def unfold(docs: Browser, method: str, path: str) -> WebElement:
-    """The inside of an operation, opened."""
+    """The inside of an operation, opened; the page fills it a moment after it can be seen."""
     script = (
         "return [...document.querySelectorAll('.operation')].find((one) =>"
         " one.querySelector('.method').innerText === arguments[0]"
@@ -494,7 +494,7 @@ def unfold(docs: Browser, method: str, path: str) -> WebElement:
     operation: WebElement = docs.run(script, method, path)
     operation.find_element("css selector", "summary").click()
     inside = operation.find_element("css selector", "summary + div")
-    docs.wait(inside.is_displayed)
+    docs.wait(lambda: inside.is_displayed() and bool(inside.text))
     return inside
 
 
