@@ -517,10 +517,17 @@ def test_a_full_queue_answers_429_and_a_drain_lets_a_request_finish() -> None:
                 refused.body["error"]["code"] == "rate_limit_exceeded"
                 and int(refused.headers["Retry-After"]) >= 1
             )
-            last = pool.submit(server.call, "/v1/completions", body)
-            wait_until(lambda: server.metric("requests_running") == 1)
+            sent = [pool.submit(server.call, "/v1/completions", body)]
+
+            def is_running() -> bool:
+                """A request that has ended before it was seen is followed by another one."""
+                if sent[-1].done():
+                    sent.append(pool.submit(server.call, "/v1/completions", body))
+                return server.metric("requests_running") == 1
+
+            wait_until(is_running)
             assert server.end(signal.SIGTERM) == 0
-            assert last.result().body["usage"]["completion_tokens"] == 250
+            assert sent[-1].result().body["usage"]["completion_tokens"] == 250
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess[str]:
