@@ -79,12 +79,14 @@ class Call(NamedTuple):
     result_buffers: Value
     iteration: Value
     """How many times all stages have been completed."""
+    num_done: Value
+    """How many tasks of the stage this thread has done. Its scratch memory is as the last one left it."""
 
     @staticmethod
     def begin(builder: Builder, frame: Value) -> Call:
         """The call in its first iteration."""
         arguments, results = (builder.load_pointer(frame, each) for each in (ARGUMENTS, RESULTS))
-        return Call(builder, frame, arguments, results, builder.constant(0))
+        return Call(builder, frame, arguments, results, builder.constant(0), builder.constant(0))
 
     def argument(self, index: Value | int) -> Value:
         """A pointer to an argument's data."""
@@ -242,7 +244,8 @@ def _write_stages(builder: Builder, kernel: Kernel, wait: Function) -> None:
                 builder.break_if(first >= num_tasks, after)
                 stop = (first + step).minimum(num_tasks)
                 with builder.loop(first, stop) as task:
-                    stage.run(call, state + 8 * _state_words(kernel), scratch, task)
+                    beginning = call._replace(num_done=completed.get() + (task - first))
+                    stage.run(beginning, state + 8 * _state_words(kernel), scratch, task)
                 completed.set(completed.get() + stop - first)
             is_last = index == len(kernel.stages) - 1
             with builder.when(iteration < (kernel.num_iterations - 1 if is_last else kernel.num_iterations)):

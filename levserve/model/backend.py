@@ -338,6 +338,11 @@ class Backend(ABC):
     def block_order(self) -> BlockOrder | None:
         """The order of int8 matrices with scales for blocks of inputs; None: that of the inputs."""
 
+    @property
+    @abstractmethod
+    def widens_four_bits(self) -> bool:
+        """Whether matrices of four bits (`int4_blocks`) are widened to bfloat16 as they are multiplied."""
+
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:
         """Whether quantized matrices are put in the order of `int8_packing`."""

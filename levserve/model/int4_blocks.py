@@ -19,15 +19,14 @@ from jax import lax
 from numpy.typing import NDArray
 
 from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, product_factor
-from levserve.model.int8_packing import SMALLEST, STEPS, BlockOrder
+from levserve.model.int8_packing import SMALLEST, STEPS, WIDENED_ORDER, BlockOrder
 from levserve.model.packed import Code, Scheme
 
 CENTER = 8
 """Subtracted from every code."""
 SECOND_TERM_BITS = 4
 SECOND_TERM = 2.0**SECOND_TERM_BITS
-"""Steps of the second term in one step of the first. A centred code times this still fits int8, so that
-matrix units can multiply both terms at once."""
+"""Steps of the second term in one step of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,11 @@ class FourBits:
         """Bytes [out, in / 2] and scales [out, block], in this order; None: the order of the inputs.
 
         A byte has a code of the first half of its block in its low bits, and the one 16 inputs later above
-        it. The middle of each block follows its scale.
+        it; in `WIDENED_ORDER` it has one of a block and the one 32 inputs later, which is in the next block.
+        The middle of each block follows its scale.
         """
-        halves = self.codes.reshape(len(self.codes), -1, 2, BLOCK // 2)
+        apart = BLOCK if order == WIDENED_ORDER else BLOCK // 2
+        halves = self.codes.reshape(len(self.codes), -1, 2, apart)
         packed = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(self.codes), -1)
         scales = self.scales
         if self.middles is not None:
@@ -65,6 +66,11 @@ def takes(scheme: Scheme, num_inputs: int) -> bool:
     """Whether a matrix of this scheme can stay as it is."""
     is_whole = scheme.columns is not None and scheme.columns % BLOCK == 0 and num_inputs % BLOCK == 0
     return scheme.code is Code.UINT4 and scheme.rows == 1 and is_whole
+
+
+def can_widen(num_inputs: int) -> bool:
+    """Whether rows of a matrix consist of whole pairs of blocks, as `WIDENED_ORDER` needs them."""
+    return num_inputs % (2 * BLOCK) == 0
 
 
 def has_middles(scheme: Scheme) -> bool:

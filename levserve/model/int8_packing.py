@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 OUTS, WORD = 32, 4
 """Outputs that lie together, and how many consecutive values of each."""
 OFFSET = 128
+PAIR_BYTES = 32
+"""Bytes of two blocks of an output, in four bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,25 @@ class BlockOrder:
         return scales.reshape(out // self.outs, self.outs, blocks).transpose(0, 2, 1).reshape(out, blocks)
 
 
+class WidenedOrder(BlockOrder):
+    """The order of matrices of four bits that x86's matrix units multiply in bfloat16.
+
+    Of each 32 outputs it has two blocks of inputs after another, and of these two outputs after another,
+    whose bytes alternate.
+    """
+
+    __slots__ = ()
+
+    def pack(self, matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
+        out, size = matrix.shape
+        pairs = out // self.outs, self.outs // 2, 2, size // PAIR_BYTES, PAIR_BYTES
+        return matrix.view(np.uint8).reshape(pairs).transpose(0, 3, 1, 4, 2).reshape(out, size)
+
+
 SIGNED_ORDER = BlockOrder(outs=4, offset=0)
 """For ARM's instruction: a register holds four outputs."""
 UNSIGNED_ORDER = BlockOrder(outs=OUTS, offset=OFFSET)
+WIDENED_ORDER = WidenedOrder(outs=OUTS, offset=OFFSET)
 pack = UNSIGNED_ORDER.pack
 """Packs matrices whose rows have one scale."""
 STEPS = 127.0

@@ -25,9 +25,17 @@ from levserve.model.balance import BALANCE, Balanced, can_balance
 from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
-from levserve.model.int4_blocks import FourBits, has_middles
+from levserve.model.int4_blocks import FourBits, can_widen, has_middles
 from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks
-from levserve.model.int8_packing import OUTS, SMALLEST, STEPS, BlockOrder, is_packable, pack
+from levserve.model.int8_packing import (
+    OUTS,
+    SMALLEST,
+    STEPS,
+    WIDENED_ORDER,
+    BlockOrder,
+    is_packable,
+    pack,
+)
 from levserve.model.matrix_rows import Array, MatrixRows, as_rows
 from levserve.model.packed import Scheme
 from levserve.model.parameter_shapes import parameter_shapes
@@ -57,6 +65,8 @@ class Quantization:
     """The order of matrices with scales for blocks; None: that of the inputs."""
     four_bits: tuple[tuple[str, Scheme], ...] = ()
     """The matrices that stay in the four bits of their file, each with its scheme there."""
+    widens_four_bits: bool = False
+    """Whether the backend widens such matrices to bfloat16 as it multiplies them."""
     refines_logits: bool = False
     """Whether the backend computes the largest logits again (`Backend.refine`)."""
 
@@ -75,6 +85,12 @@ class Quantization:
         if name == "head" and is_refined and config.tied_head and not config.head_bias:
             return False
         return self.has_blocks and has_blocks(columns)
+
+    def four_bit_order(self, shape: tuple[int, ...]) -> BlockOrder | None:
+        """The order of a matrix [out, in] that stays in four bits."""
+        num_rows, columns = shape
+        order = WIDENED_ORDER if self.widens_four_bits and can_widen(columns) else self.block_order
+        return order if order is not None and order.takes(num_rows) else None
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
@@ -104,6 +120,7 @@ def choose_quantization(
         has_blocks=in_blocks and widened is None,
         block_order=backend.block_order,
         four_bits=tuple((four_bits or {}).items()),
+        widens_four_bits=bool(four_bits) and backend.widens_four_bits,
         refines_logits=backend.refines_logits,
     )
 
@@ -137,7 +154,7 @@ def quantize_arrays(
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
         for name, array in arrays:
             if isinstance(array, FourBits):
-                weight, scale = _pack_four_bits(array, quantization.block_order, pool)
+                weight, scale = _pack_four_bits(array, quantization.four_bit_order(array.codes.shape), pool)
                 yield name, weight
                 yield f"{name}_scale", scale
                 continue
@@ -288,7 +305,6 @@ def _pack_four_bits(
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales."""
     rows, columns = matrix.codes.shape
-    order = order if order is not None and order.takes(rows) else None
     is_signed = order is not None and not order.offset
     packed = aligned_array((rows, columns // 2), np.dtype(np.int8 if is_signed else np.uint8))
     per_block = 1 if matrix.middles is None else 2

@@ -181,6 +181,10 @@ class XlaBackend(Backend):
     def block_order(self) -> BlockOrder | None:
         return None
 
+    @property
+    def widens_four_bits(self) -> bool:
+        return False
+
     def packs(self, kept: jnp.dtype) -> bool:
         return False
 

@@ -148,6 +148,10 @@ class CpuBackend(XlaBackend):
             return None
         return UNSIGNED_ORDER if self.packs_int8 else SIGNED_ORDER
 
+    @property
+    def widens_four_bits(self) -> bool:
+        return self.packs_int8 and self.target.has_amx_bf16
+
     def packs(self, kept: jnp.dtype) -> bool:
         return self.packs_int8 and kept == jnp.int8
 

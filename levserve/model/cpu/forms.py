@@ -13,6 +13,8 @@ from levserve.model import int4_blocks
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import Product, product_for
+from levserve.model.cpu.widened_tiles import WidenedNibbles
+from levserve.model.int4_blocks import can_widen
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer, in the order in which activations are multiplied with them."""
@@ -39,17 +41,19 @@ class Form:
             return Form(weight.dtype, True)
         return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
 
-    def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> Product:
+    def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> Product | WidenedNibbles:
         """The product with matrices of this form that have `size` inputs.
 
-        Activations always have two terms with four bits; with int8 in blocks they have two if
-        `in_two_terms`, and otherwise one.
+        Activations have two int8 terms with four bits that are not widened; with int8 in blocks they have two
+        if `in_two_terms`, and otherwise one.
         """
         if not self.has_blocks:
             return product_for(self.dtype, size, target)
         is_signed = self.dtype == jnp.int8
         if not self.has_four_bits:
             return block_product_for(size, target, is_signed=is_signed, in_two_terms=in_two_terms)
+        if target.has_amx_bf16 and can_widen(size):
+            return WidenedNibbles(size, target, self.has_middles)
         return nibble_product_for(size, target, is_signed=is_signed, has_middles=self.has_middles)
 
 

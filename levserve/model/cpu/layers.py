@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from levserve.jit.bfloat16 import round_to_bfloat16
 from levserve.jit.builder import F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
@@ -28,10 +29,10 @@ from levserve.model.cpu.products import (
     Product,
     ProductTask,
     StoreProducts,
-    round_to_bfloat16,
 )
 from levserve.model.cpu.softmax import exp
 from levserve.model.cpu.tile_products import PADDING_ROWS, RowPlace, TileProduct
+from levserve.model.cpu.widened_tiles import WidenedNibbles
 from levserve.model.rotary import Angles
 
 LANES = 16
@@ -125,7 +126,7 @@ class LayerWriter:
     def __init__(self, shape: ModelShape) -> None:
         self.shape, self.heads = shape, shape.heads
         sizes = dict(zip(MATRICES, (shape.hidden, shape.attended, shape.hidden, shape.intermediate)))
-        self.products: dict[str, list[Product]] = {name: [] for name in MATRICES}
+        self.products: dict[str, list[Product | WidenedNibbles]] = {name: [] for name in MATRICES}
         for name, form in shape.forms:
             self.products[name].append(form.product(sizes[name], shape.target))
         prepared_bytes = max(product.row_bytes for each in self.products.values() for product in each)
@@ -209,7 +210,7 @@ class LayerWriter:
 
         return run
 
-    def by_tiles(self, product: Product) -> TileProduct | None:
+    def by_tiles(self, product: Product | WidenedNibbles) -> TileProduct | None:
         shape = self.shape
         return linear.tile_product_for(product, shape.qkv, shape.hidden, 2 * shape.intermediate)
 
@@ -218,7 +219,7 @@ class LayerWriter:
         for product in self.product_of_layer(call, name):
             linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
 
-    def product_of_layer(self, call: Call, name: str) -> Iterator[Product]:
+    def product_of_layer(self, call: Call, name: str) -> Iterator[Product | WidenedNibbles]:
         """Every product with a matrix; the code written for one runs in layers whose matrix has its form."""
         for product in self.products[name]:
             if len(self.products[name]) == 1:
@@ -234,7 +235,9 @@ class LayerWriter:
     def multiply(self, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
         first, *_ = self.products[name]
-        way = self.by_tiles(first) or first  # all forms of a matrix are divided into the same tasks
+        way = linear.way_of(
+            first, self.by_tiles(first)
+        )  # all forms of a matrix are divided into the same tasks
 
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(way, call.builder.constant(num_out))
@@ -245,7 +248,7 @@ class LayerWriter:
             outs = linear.task_range(way, task, call.builder.constant(num_out))
             prepared, rows = self.buffers(call, shared)[PREPARED], self.num_rows(call)
             store, matrix = make_store(call, shared), Matrix(weight, scales)
-            work = ProductTask(matrix, prepared, rows, outs, scratch, store)
+            work = ProductTask(matrix, prepared, rows, outs, scratch, call.num_done.equals(0), store)
             for product in self.product_of_layer(call, name):
                 linear.multiply_range(call.builder, product, self.by_tiles(product), work)
 

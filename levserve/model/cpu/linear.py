@@ -13,9 +13,8 @@ from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
 from levserve.model.cpu.block_products import UnsignedBlocks
-from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
+from levserve.model.cpu.block_tiles import Int8BlockTiles
 from levserve.model.cpu.forms import Form
-from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.prefetch import choose_prefetch
 from levserve.model.cpu.products import (
     INT8_LANES,
@@ -28,6 +27,7 @@ from levserve.model.cpu.products import (
     Tile,
 )
 from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
+from levserve.model.cpu.widened_tiles import WidenedNibbles, WidenedTiles
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds on how many outputs, which are rows of the matrix, one task computes."""
@@ -72,13 +72,13 @@ def multiply(
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
+def tile_product_for(product: Product | WidenedNibbles, *outs: int) -> TileProduct | None:
     """The same product with tiles, if the CPU has them and they fit matrices with so many outputs."""
     target = product.target
+    if isinstance(product, WidenedNibbles):
+        return WidenedTiles(product)
     if isinstance(product, PackedProduct) and target.has_amx_int8:
         return Int8Tiles(product)
-    if isinstance(product, UnsignedNibbles) and target.has_amx_int8:
-        return NibbleTiles(product)
     if isinstance(product, UnsignedBlocks) and target.has_amx_int8 and Int8BlockTiles.are_for(product):
         return Int8BlockTiles(product)
     fits = product.size % DEPTH == 0 and all(out % Bfloat16Tiles.tile_outs == 0 for out in outs)
@@ -87,13 +87,13 @@ def tile_product_for(product: Product, *outs: int) -> TileProduct | None:
     return None
 
 
-def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
+def kernel_for(product: Product | WidenedNibbles, by_tiles: TileProduct | None = None) -> Kernel:
     """The kernel for this product, of many rows with tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
         return num_used_rows(call, NUM_USED, X)
 
-    way = product if by_tiles is None else by_tiles
+    way = way_of(product, by_tiles)
 
     def prepare(call: Call, shared: Value, scratch: Value, row: Value) -> None:
         x = call.argument(X) + row * (4 * product.size)
@@ -108,7 +108,7 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
 
         matrix = Matrix(call.argument(WEIGHT), call.argument(SCALE) if product.has_scales else None)
         rows, outs = num_rows(call), task_range(way, task, num_out)
-        work = ProductTask(matrix, shared, rows, outs, scratch, store)
+        work = ProductTask(matrix, shared, rows, outs, scratch, call.num_done.equals(0), store)
         multiply_range(call.builder, product, by_tiles, work)
 
     def scratch_bytes(call: Call) -> Value:
@@ -127,6 +127,14 @@ def kernel_for(product: Product, by_tiles: TileProduct | None = None) -> Kernel:
     )
 
 
+def way_of(product: Product | WidenedNibbles, by_tiles: TileProduct | None) -> Product | TileProduct:
+    """The way that decides how a matrix is divided into tasks. What is widened always goes by tiles."""
+    if by_tiles is not None:
+        return by_tiles
+    assert not isinstance(product, WidenedNibbles)
+    return product
+
+
 def num_used_rows(call: Call, num_used: int, rows: int) -> Value:
     """How many rows of the argument `rows` are used, as the argument `num_used`, int32 [1], says."""
     return load_num_used(call, num_used).minimum(call.argument_size(rows, 0))
@@ -138,12 +146,18 @@ def load_num_used(call: Call, argument: int) -> Value:
 
 
 def prepare_row(
-    builder: Builder, product: Product, by_tiles: TileProduct | None, x: Value, scratch: Value, into: RowPlace
+    builder: Builder,
+    product: Product | WidenedNibbles,
+    by_tiles: TileProduct | None,
+    x: Value,
+    scratch: Value,
+    into: RowPlace,
 ) -> None:
     """Prepares a row x of float32 for `multiply_range`."""
     if by_tiles is not None:
         by_tiles.prepare(builder, x, scratch, into)
         return
+    assert not isinstance(product, WidenedNibbles)
     start = into.prepared + into.row * product.row_bytes
     product.prepare(builder, x, scratch, PreparedRow(start, start + product.size))
 
@@ -167,7 +181,7 @@ def _task_outs(way: Product | TileProduct, num_out: Value) -> Value:
 
 
 def multiply_range(
-    builder: Builder, product: Product, by_tiles: TileProduct | None, task: ProductTask
+    builder: Builder, product: Product | WidenedNibbles, by_tiles: TileProduct | None, task: ProductTask
 ) -> None:
     """Multiplies all prepared rows with a range of the matrix: with tiles, if there are enough rows."""
     num_rows = task.num_rows
@@ -179,6 +193,7 @@ def multiply_range(
             return
         num_rows = is_many.select(builder.constant(0), num_rows)
 
+    assert not isinstance(product, WidenedNibbles)
     tile_rows = product.tile_rows
     row_block_bytes = ROW_BLOCK_BYTES[product.target.arch]
     block = max(1, row_block_bytes // (product.row_bytes * tile_rows)) * tile_rows

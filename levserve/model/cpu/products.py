@@ -23,8 +23,6 @@ from levserve.model.hadamard import block_size
 from levserve.model.int8_packing import OFFSET, OUTS, SMALLEST, STEPS, WORD
 
 INT8_LANES = 16
-BFLOAT16_HALF, BFLOAT16_NAN = 0x7FFF, 0x7FC0
-"""Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
 TAIL_BYTES = 16
 """Bytes that follow a row in int8: its scale, the number its sums start with, and padding."""
 
@@ -87,16 +85,14 @@ class ProductTask:
     """The first output, and the one after the last."""
     scratch: Value
     """Memory of this thread."""
+    is_first: Value
+    """Whether it is this thread's first task with these rows. Later ones find what it left in `scratch`."""
     store: StoreProducts
 
 
-class Product(Protocol):
-    """How rows of activations [size] are multiplied with a matrix [out, size]."""
+class Operands(Protocol):
+    """What rows of activations [size] and a matrix [out, size] look like in memory."""
 
-    tile_outs: ClassVar[int]
-    """Rows of the matrix in a tile: a loaded activation is used this many times."""
-    tasks_per_thread: ClassVar[int]
-    """Few, because what a task prefetches at its end belongs to another thread's task, and is wasted."""
     has_scales: ClassVar[bool]
 
     @property
@@ -110,10 +106,6 @@ class Product(Protocol):
     def target(self) -> Target: ...
 
     @property
-    def tile_rows(self) -> int:
-        """Rows of activations in a tile, at most."""
-
-    @property
     def out_bytes(self) -> int:
         """Bytes of a row of the matrix."""
 
@@ -124,6 +116,19 @@ class Product(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes of a prepared row of activations."""
+
+
+class Product(Operands, Protocol):
+    """How rows of activations are multiplied with a matrix."""
+
+    tile_outs: ClassVar[int]
+    """Rows of the matrix in a tile: a loaded activation is used this many times."""
+    tasks_per_thread: ClassVar[int]
+    """Few, because what a task prefetches at its end belongs to another thread's task, and is wasted."""
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of activations in a tile, at most."""
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
         """Prepares a row x of float32 for `multiply`. The scratch memory holds such a row, and may be x."""
@@ -281,14 +286,6 @@ class Bfloat16Product:
                 for weights, total in zip(matrix, row_sums):
                     total.set(weights.multiply_add(activations, total.get()))
         return [builder.reduce_sums(*(total.get() for total in row_sums)) for row_sums in sums]
-
-
-def round_to_bfloat16(numbers: Value) -> Value:
-    """The bits of the nearest bfloat16; ties go to the even one."""
-    bits = numbers.convert("bitcast", I32)
-    rounded = (bits + ((bits >> 16) & 1) + BFLOAT16_HALF) >> 16
-    is_number = numbers >= -math.inf
-    return is_number.select(rounded, BFLOAT16_NAN).convert("trunc", I16)
 
 
 def rescale(builder: Builder, tail: Value, sums: Value, scales: Value) -> Value:

@@ -1,0 +1,212 @@
+"""Multiplies rows on matrix units (AMX) with a matrix of four bits, which is widened to bfloat16 as it is
+read.
+
+The 32 numbers of a block have 16 possible values. These are computed and rounded to bfloat16, and then each
+code is looked up in this table. A few blocks of 32 outputs are widened at a time, and multiplied with all
+rows of activations while they are in the first-level cache. The rest is as with a matrix that is stored in
+bfloat16: a row gets bit-identical results alone and beside others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from levserve.jit.bfloat16 import TABLE, look_up, make_table, odd_indices
+from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, Builder, Value
+from levserve.jit.target import Target
+from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, WORD, Tiles
+from levserve.model.cpu.bfloat16_tiles import OUTS, SUMS_BYTES, Bfloat16Rows
+from levserve.model.cpu.block_products import load_scales
+from levserve.model.cpu.prefetch import FROM_MEMORY
+from levserve.model.cpu.products import ProductTask
+from levserve.model.cpu.tile_products import STEP_ROWS, tiles_for
+from levserve.model.int4_blocks import CENTER
+from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
+
+PAIR = 2
+"""Blocks that are widened together, and outputs: a byte has codes of two blocks, and the next byte those of
+another output."""
+CHUNK = 4 * PAIR
+"""Blocks that are widened before they are multiplied. With twice as many a product took 1.2 times as long."""
+UNROLLED = 8
+"""Outputs whose blocks are widened in one pass of a loop."""
+WIDENED = SUMS_BYTES
+SCALES = WIDENED + CHUNK * 2 * TILE_BYTES
+SUMS = SCALES + PAIR * 2 * OUTS * 4
+"""Where scratch memory has the widened blocks, their scales as float32, and the sums of all rows, tile by
+tile. Before them it has a step's products row by row, and after them the rows of activations."""
+
+
+@dataclass(frozen=True)
+class WidenedNibbles:
+    """A matrix in `WIDENED_ORDER`, and rows of activations in bfloat16."""
+
+    size: int
+    target: Target
+    has_middles: bool
+    has_scales: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "widened" + ("_middles" if self.has_middles else "")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size // BLOCK
+
+    @property
+    def block_scales(self) -> int:
+        """Float16 values that each block of an output has: a scale, and possibly a middle."""
+        return 2 if self.has_middles else 1
+
+    @property
+    def out_bytes(self) -> int:
+        return self.size // 2
+
+    @property
+    def out_scale_bytes(self) -> int:
+        return self.block_scales * 2 * self.num_blocks
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.size
+
+
+@dataclass(frozen=True)
+class WidenedTiles(Bfloat16Rows):
+    product: WidenedNibbles
+    tasks_per_thread: ClassVar[int] = 3
+
+    def scratch_bytes(self, num_rows: Value) -> Value:
+        return self._activations(num_rows) + self.whole_tiles(num_rows) * self.row_bytes
+
+    def _activations(self, num_rows: Value) -> Value:
+        """Where scratch memory has the rows of activations."""
+        return self.whole_tiles(num_rows) * (OUTS * 4) + SUMS
+
+    def multiply_range(self, builder: Builder, task: ProductTask) -> None:
+        size = self.product.size
+        with builder.when(task.num_rows.equals(1)):
+            tiles, none = self.tiles(builder, 1), builder.constant(0)
+            with tiles.configured():
+                self._multiply(Rows(builder, task, tiles, size, 1, none, none + 1, task.prepared))
+        with builder.when(task.num_rows >= 2):
+            tiles, block = self.tiles(builder, TILE_ROWS), self.block_rows
+            activations = task.scratch + self._activations(task.num_rows)
+            with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
+                stop = (start + block).minimum(task.num_rows)
+                self.arrange(builder, task, (start, stop), activations)
+                self._multiply(Rows(builder, task, tiles, size, TILE_ROWS, start, stop - start, activations))
+
+    def _multiply(self, rows: Rows) -> None:
+        """Multiplies the rows with all outputs of the task."""
+        builder, num_blocks = rows.builder, self.product.num_blocks
+        with builder.loop(*rows.task.outs, OUTS) as out:
+            with builder.loop(0, num_blocks, CHUNK) as first:
+                stop = (first + CHUNK).minimum(num_blocks)
+                with builder.loop(first, stop, PAIR) as block:
+                    self._widen(builder, rows.task, out, block, block - first)
+                with builder.loop(0, rows.number, STEP_ROWS) as row:
+                    for num_tiles in (1,) if rows.columns == 1 else tiles_for(builder, rows.number - row):
+                        rows.add_products(row, num_tiles, (first, stop), is_last=stop >= num_blocks)
+            if rows.columns == 1:
+                rows.task.store(rows.start, out, builder.load(rows.sums, F32, OUTS))
+            else:
+                with builder.loop(0, rows.number, STEP_ROWS) as row:
+                    count = (rows.number - row).minimum(STEP_ROWS)
+                    self.store(builder, rows.task, rows.start + row, count, out, rows.sums_of(row))
+
+    def _widen(self, builder: Builder, task: ProductTask, out: Value, block: Value, place: Value) -> None:
+        """Writes a pair of blocks of 32 outputs as tiles; `place` is their number among the widened ones."""
+        product, vectors = self.product, PAIR * self.product.block_scales
+        assert task.matrix.scales is not None
+        pair_bytes, scale_bytes, pair = OUTS * BLOCK, vectors * OUTS * 2, block // PAIR
+        codes = task.matrix.weight + out * product.out_bytes + pair * pair_bytes
+        scales = task.matrix.scales + out * product.out_scale_bytes + pair * scale_bytes
+        for line in range(0, pair_bytes, CACHE_LINE_BYTES):
+            builder.prefetch(codes + (FROM_MEMORY + line))
+        for line in range(0, scale_bytes, CACHE_LINE_BYTES):
+            builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + line))
+        for vector in range(vectors):
+            numbers = load_scales(builder, scales + vector * (OUTS * 2), OUTS) * (1 / SCALE_FACTOR)
+            builder.store(task.scratch + (SCALES + vector * OUTS * 4), numbers)
+        tiles = task.scratch + place * (2 * TILE_BYTES) + WIDENED
+        with builder.loop(0, OUTS, UNROLLED) as first:
+            for number in range(0, UNROLLED, PAIR):
+                each = first + number
+                packed = builder.load(codes + each * BLOCK, I8, PAIR * BLOCK)
+                floats = task.scratch + each * 4 + SCALES
+                self._widen_two(builder, packed, floats, tiles + each * TILE_ROW_BYTES)
+
+    def _widen_two(self, builder: Builder, packed: Value, scales: Value, into: Value) -> None:
+        """Widens a pair of blocks of two outputs, whose scales are at `scales` and 4 bytes later."""
+        for block, codes in enumerate((packed << 4, packed)):
+            indices = odd_indices(builder, codes)
+            of_block = scales + block * self.product.block_scales * (OUTS * 4)
+            for out, places in enumerate((indices, indices >> 8)):
+                table = self._table(builder, of_block + out * 4)
+                row = into + block * (2 * TILE_BYTES) + out * TILE_ROW_BYTES
+                builder.store(row, look_up(builder, table, places))
+
+    def _table(self, builder: Builder, scales: Value) -> Value:
+        """The values that a number of a block can have."""
+        steps = (builder.lane_numbers(TABLE) - CENTER).convert("sitofp", F32)
+        scale, *middles = (
+            builder.load(scales + at * (OUTS * 4), F32).splat(TABLE)
+            for at in range(self.product.block_scales)
+        )
+        return make_table(builder, steps.multiply_add(scale, middles[0]) if middles else steps * scale)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a task multiplies at a time, with the blocks that are widened."""
+
+    builder: Builder
+    task: ProductTask
+    tiles: Tiles
+    size: int
+    """Inputs of a row."""
+    columns: int
+    """Rows that a tile has."""
+    start: Value
+    number: Value
+    activations: Value
+    """Where the rows begin, in the order of tiles."""
+
+    @property
+    def sums(self) -> Value:
+        return self.task.scratch + SUMS
+
+    def sums_of(self, row: Value) -> Value:
+        return self.sums + row * (OUTS * 4)
+
+    def add_products(
+        self, row: Value, num_tiles: int, blocks: tuple[Value, Value], *, is_last: Value
+    ) -> None:
+        """Adds the products of widened blocks with one or two tiles of rows, from `row` on, to their sums.
+
+        If there are no other rows, their sums stay in tiles until the last blocks are added.
+        """
+        builder, tiles, (first, stop) = self.builder, self.tiles, blocks
+        are_several, sums = self.number >= STEP_ROWS + 1, self.sums_of(row)
+        places = [sums + tile * (TILE_ROWS * self.columns * 4) for tile in range(2 * num_tiles)]
+        with builder.when(first.equals(0)):
+            for tile in range(len(places)):
+                tiles.zero(tile)
+        with builder.when(first.differs_from(0) & are_several):
+            for tile, place in enumerate(places):
+                tiles.load(tile, place, self.columns * 4)
+        with builder.loop(first, stop) as block:
+            widened = self.task.scratch + (block - first) * (2 * TILE_BYTES) + WIDENED
+            for half in range(2):
+                tiles.load(4 + half, widened + half * TILE_BYTES, TILE_ROW_BYTES)
+            for tile in range(num_tiles):
+                pairs = self.activations + (row + tile * TILE_ROWS) * (2 * self.size)
+                tiles.load(6 + tile, pairs + block * (TILE_ROWS * self.columns * WORD), self.columns * WORD)
+                for half in range(2):
+                    tiles.add_bfloat16_product(2 * tile + half, 4 + half, 6 + tile)
+        with builder.when(is_last | are_several):
+            for tile, place in enumerate(places):
+                tiles.store(tile, place, self.columns * 4)
