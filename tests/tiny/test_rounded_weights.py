@@ -33,6 +33,7 @@ from levserve.weights.model_files import ModelFiles
 from levserve.weights.quantized.rounded import round_tensor, to_fp8
 from levserve.weights.source import find_with_draft
 from levserve.weights.stored_tensor import ArraySlice
+from tests.adapters import ALPHA, LLAMA, RANK, make_halves, merge, write_adapter
 from tests.conftest import GOLDEN
 from tests.engines import running_engine
 from tests.quantized_files import Example, Made, eight_bits, quantize_folder
@@ -120,6 +121,17 @@ def test_whatever_a_checkpoint_has_is_rounded_once(name: str) -> None:
 @pytest.mark.parametrize(("family", "kind"), [("llama", Kind.Q8_0), ("mixtral", Kind.Q4_0)])
 def test_blocks_of_a_gguf_file_are_decoded_and_rounded(family: str, kind: Kind, tmp_path: Path) -> None:
     check_rounded(quantized_file(tmp_path, {}, kind, family))
+
+
+def test_an_adapter_is_added_before_anything_is_rounded(tmp_path: Path) -> None:
+    config, base = read_config(GOLDEN / "llama"), load_file(GOLDEN / "llama" / "model.safetensors")
+    halves, kept = make_halves(base, LLAMA), keep_in_fp8(config, FLOAT32)
+    adapter = write_adapter(tmp_path / "adapter", halves)
+    read = read_arrays(GOLDEN / "llama", config, FLOAT32, report=print, quantization=kept, adapter=adapter)
+    merged = tensors_in_memory(merge(base, halves, LLAMA, ALPHA / RANK), config)
+    wanted = dict(convert_tensors(merged, config, FLOAT32, report=print, quantization=kept))
+    for name, array in read:
+        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
