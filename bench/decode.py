@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 from machine import measure_bandwidth, measure_products
-from schemes import SCHEMES, find_schemes, random_parts
+from schemes import SCHEMES, choose_kept, random_parts
 
 from levserve.device.programs import Shape
 from levserve.device.runner import Runner
@@ -51,6 +51,7 @@ from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import (
     BLOCKS_NAME,
     FOUR_BITS_NAME,
+    FP8_NAME,
     NARROW,
     Quantization,
     choose_quantization,
@@ -98,7 +99,7 @@ Q4_0 = Scheme(Code.UINT4, BLOCK, zero=8)
 FOUR_BITS_FACTOR = 5.0
 """How many times larger a quantization step of four-bit weights is here than one of eight-bit weights."""
 NARROW_SPREAD = 24.0
-"""Standard deviation of random eight-bit weights; five times as much still fits int8 and fp8."""
+"""Standard deviation of random int8 weights; five times as much still fits."""
 
 
 def main() -> None:
@@ -187,7 +188,7 @@ def build(
     in_four_bits = options.quantize == FOUR_BITS_NAME
     narrow = NARROW.get(BLOCKS_NAME if in_four_bits else options.quantize)
     kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
-    is_packed = options.quantize in SCHEMES
+    kept = choose_kept(options.quantize, config, dtype)
     backend, _ = choose_backend(
         platform,
         config,
@@ -195,7 +196,7 @@ def build(
         quantized=narrow,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        is_packed=is_packed,
+        is_packed=kept is not None,
     )
     if options.without_amx and isinstance(backend, CpuBackend):
         backend = dataclasses.replace(backend, target=backend.target.without(*AMX))
@@ -203,11 +204,9 @@ def build(
         backend = with_expert_kernels(backend, options.experts)
     in_blocks, names = options.quantize in (BLOCKS_NAME, FOUR_BITS_NAME), (*parameter_shapes(config), "head")
     four_bits = {name: Q4_0 for name in names if is_quantized(name)} if in_four_bits else None
-    quantization: Quantization | Kept | None = choose_quantization(
+    quantization = kept or choose_quantization(
         narrow, backend, dtype, in_blocks=in_blocks, four_bits=four_bits
     )
-    if is_packed:
-        quantization = Kept(tuple(find_schemes(options.quantize, config).items()), dtype)
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
     weight_bytes = sum(array.nbytes for array in arrays.values())
@@ -389,7 +388,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--quantize", choices=["none", *NARROW, FOUR_BITS_NAME, *SCHEMES], default="none")
+    ways = ["none", *NARROW, FOUR_BITS_NAME, FP8_NAME, *SCHEMES]
+    parser.add_argument("--quantize", choices=ways, default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option")
     parser.add_argument("--without-amx", action="store_true", help="CPU kernels do not use matrix units")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 from decode import SHAPES, random_arrays, random_tokens
+from schemes import choose_kept
 
 from levserve.device import rounds
 from levserve.device.in_flight import InFlightRound
@@ -42,7 +43,7 @@ from levserve.device.sizing import Sizes, plan_sizes
 from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
-from levserve.model.quantize import BLOCKS_NAME, NARROW, Quantization, choose_quantization
+from levserve.model.quantize import BLOCKS_NAME, FP8_NAME, NARROW, choose_quantization
 from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
 from levserve.observe.metrics import Metrics
@@ -138,9 +139,12 @@ def force(share: float) -> Callable[..., jax.Array]:
 def make_part(config: ModelConfig, quantize: str, platform: str) -> Part:
     dtype = jnp.dtype(jnp.bfloat16)
     narrow = NARROW.get(quantize)
-    backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=dtype)
-    quantization = choose_quantization(narrow, backend, dtype, in_blocks=quantize == BLOCKS_NAME)
-    assert quantization is None or isinstance(quantization, Quantization)
+    kept = choose_kept(quantize, config, dtype)
+    is_packed = kept is not None
+    backend, _ = choose_backend(
+        platform, config, quantized=narrow, dtype=dtype, kv_dtype=dtype, is_packed=is_packed
+    )
+    quantization = kept or choose_quantization(narrow, backend, dtype, in_blocks=quantize == BLOCKS_NAME)
     arrays = random_arrays(config, dtype, quantization)
     return Part(Blueprint(config, backend, quantization), arrays, backend.kv_storage(dtype))
 
@@ -275,10 +279,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--draft-shape", choices=SHAPES, default="llama-1b")
     parser.add_argument("--draft-layers", type=int, default=0, help="of the draft model, instead of all")
-    parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
-    parser.add_argument(
-        "--draft-quantize", choices=["none", *NARROW], default="int8", help="int8 is the server's default"
-    )
+    ways = ["none", *NARROW, FP8_NAME]
+    parser.add_argument("--quantize", choices=ways, default="none")
+    parser.add_argument("--draft-quantize", choices=ways, default="int8", help="int8 is the server's default")
     parser.add_argument("--speculate", type=int, default=0, help="tokens of a draft; 0: as the server does")
     parser.add_argument(
         "--right",

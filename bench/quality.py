@@ -38,7 +38,14 @@ from levserve.model import cache
 from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
-from levserve.model.quantize import BLOCKS_NAME, FOUR_BITS_NAME, NARROW, choose_quantization
+from levserve.model.quantize import (
+    BLOCKS_NAME,
+    FOUR_BITS_NAME,
+    FP8_NAME,
+    NARROW,
+    choose_quantization,
+    keep_in_fp8,
+)
 from levserve.model.select import choose_backend
 from levserve.settings.parse import parse_settings
 from levserve.text.tokenizer import load_tokenizer
@@ -138,9 +145,13 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     # As the server does.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     kv_dtype = cache.kv_dtype(number_format.kv_dtype, dtype)
-    backend, _ = choose_backend(platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype)
+    kept = keep_in_fp8(config, dtype) if number_format.quantize == FP8_NAME else None
+    is_packed = kept is not None
+    backend, _ = choose_backend(
+        platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype, is_packed=is_packed
+    )
     in_four_bits = number_format.quantize == FOUR_BITS_NAME
-    quantization = choose_quantization(
+    quantization = kept or choose_quantization(
         narrow,
         backend,
         dtype,

@@ -32,7 +32,7 @@ from levserve.device import rounds
 from levserve.device.programs import Shape
 from levserve.device.runner import Runner
 from levserve.device.sizing import plan_sizes
-from levserve.model.quantize import NARROW
+from levserve.model.quantize import FP8_NAME, NARROW
 from levserve.model.rules import Drawn, Mode
 from levserve.observe.metrics import Metrics
 from levserve.schedule.speculation import Speculation
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--quantize", choices=["none", *NARROW], default="none")
+    parser.add_argument("--quantize", choices=["none", *NARROW, FP8_NAME], default="none")
     parser.add_argument("--speculate", type=int, default=7, help="tokens of a draft (default: 7)")
     parser.add_argument("--repeats", type=int, default=3)
     return parser

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from levserve.model.cache import FP8
 from levserve.model.config import ModelConfig
 from levserve.model.gpu.fragment_plan import takes
-from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Scheme, decode
+from levserve.model.packed import OFFSET, SCALE, ZERO, Code, Kept, Scheme, decode
 from levserve.model.parameter_shapes import parameter_shapes
+from levserve.model.quantize import FP8_NAME, keep_in_fp8
 
 FLOAT16 = jnp.dtype(jnp.float16)
 SCHEMES = {
@@ -49,6 +50,13 @@ def find_schemes(name: str, config: ModelConfig) -> dict[str, Scheme]:
             in_lanes = scheme.in_lanes and takes(shape, scheme)
             found[array] = replace(scheme, rounds_rows=rounds_rows, in_lanes=in_lanes)
     return found
+
+
+def choose_kept(name: str, config: ModelConfig, dtype: jnp.dtype) -> Kept | None:
+    """How matrices are kept by a scheme of this name, or by the server's `--quantize fp8`; None for others."""
+    if name == FP8_NAME:
+        return keep_in_fp8(config, dtype)
+    return Kept(tuple(find_schemes(name, config).items()), dtype) if name in SCHEMES else None
 
 
 def random_parts(

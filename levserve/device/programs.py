@@ -327,7 +327,7 @@ class Programs(ProgramSet[Shape]):
     def _widens_apart(self) -> bool:
         """Whether prefill widens matrices to bfloat16 first, so that its products are those of bfloat16.
 
-        This is so for FP8 checkpoints that want activations in FP8 too. Prefill of 8 x 512 tokens of an 8B
+        This is so for matrices in FP8 with activations in FP8 too. Prefill of 8 x 512 tokens of an 8B
         model takes 99.9 ms on an H200 if compiled like that of a bfloat16 model, and 102.0 ms if not.
         """
         blueprint = self._skeleton.blueprint

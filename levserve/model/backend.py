@@ -330,8 +330,8 @@ class Backend(ABC):
         """The type of the arrays that store the matrices of experts."""
 
     @abstractmethod
-    def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
-        """The type that matrices kept as `kept` are multiplied in; None: they are rotated, as integers."""
+    def multiplied_in(self, dtype: jnp.dtype) -> jnp.dtype | None:
+        """The type that int8 matrices are multiplied in, `dtype`; None: they are rotated, as integers."""
 
     @property
     @abstractmethod

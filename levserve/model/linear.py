@@ -23,9 +23,9 @@ from levserve.model.sharding import sum_over_devices
 class Linear(eqx.Module):
     """A matrix [out, in], the layout that checkpoints have and that CPU and GPU products read fastest.
 
-    A matrix that `--quantize` made has a `scale` for each output, or for each of its blocks of inputs. It is
+    One that `--quantize` made int8 has a `scale` for each output, or for each of its blocks of inputs. It is
     widened to the type `widened` for the product; None leaves the product to the backend. On a CPU a four-bit
-    matrix (`int4_blocks`) has two codes in each byte. A `PackedMatrix` is in the bits of its checkpoint.
+    matrix (`int4_blocks`) has two codes in each byte. A `PackedMatrix` is as quantized checkpoints have it.
 
     A product is summed in float32 and stays float32, unless it `rounds`: then it comes in the weight's type,
     which halves what a GPU writes and reads back. A product with a `PackedMatrix` then comes in the type

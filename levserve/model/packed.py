@@ -2,9 +2,9 @@
 
 `Scheme` describes such a matrix, whatever format it comes from: every value is `scale * (code - zero) +
 offset`, and a block of `rows` x `columns` values shares a scale, a zero point and an offset. Readers in
-`weights/quantized/` bring each format to this form. `PackedMatrix` is the matrix on the device; the plain
-product here widens it inside the compiled program, and a backend may have a kernel that widens in registers
-instead.
+`weights/quantized/` bring each format to this form, and `--quantize fp8` rounds other matrices to it.
+`PackedMatrix` is the matrix on the device; the plain product here widens it inside the compiled program, and
+a backend may have a kernel that widens in registers instead.
 """
 
 from __future__ import annotations
@@ -106,16 +106,19 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The matrices of a model that stay in their checkpoint's bits, and the type that the others are in."""
+    """The matrices of a model that have the form of a quantized checkpoint's, and the type of the others."""
 
     schemes: tuple[tuple[str, Scheme], ...]
     """By the names of `parameter_shapes`."""
     widened: jnp.dtype
     """The type that matrices are widened to for a product."""
+    is_rounded: bool = False
+    """Whether they are rounded to their schemes when they are loaded, whatever the checkpoint has."""
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(str(scheme) for _, scheme in self.schemes)
-        return f"as they are stored ({'; '.join(kinds)}), multiplied in {self.widened}"
+        how = "rounded" if self.is_rounded else "as they are stored"
+        return f"{how} ({'; '.join(kinds)}), multiplied in {self.widened}"
 
     @property
     def rounds_rows(self) -> bool:

@@ -1,5 +1,6 @@
-"""Quantizes matrices to eight bits, int8 or fp8, when they are loaded: with one scale per output row, or with
-one for every 32 inputs (`int8_blocks`). Those that stay in four bits (`int4_blocks`) are only reordered.
+"""Quantizes matrices to int8 when they are loaded: with one scale per output row, or with one for every 32
+inputs (`int8_blocks`). Those that stay in four bits (`int4_blocks`) are only reordered, and those that become
+FP8 are only chosen here, because they have the form of an FP8 checkpoint's (`packed`).
 
 A GPU widens matrices as it reads them, and the reading is what takes time. A CPU multiplies int8 faster than
 anything else, so there each row of activations is rounded to int8 too, with a scale of its own, after a
@@ -8,7 +9,6 @@ Hadamard rotation that leaves no value far larger than the others (`hadamard`).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.balance import BALANCE, Balanced, can_balance
-from levserve.model.cache import FP8, LARGEST_FP8
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, can_widen, has_middles
@@ -37,17 +36,21 @@ from levserve.model.int8_packing import (
     pack,
 )
 from levserve.model.matrix_rows import Array, MatrixRows, as_rows
-from levserve.model.packed import Scheme
+from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 
 ROWS_PER_TASK = 256
 NUMBERS_PER_PIECE = 1 << 20
 """Values that a thread reads and rounds at a time: with smaller pieces threads wait for the GIL."""
-BLOCKS_NAME, FOUR_BITS_NAME = "int8-blocks", "int4-blocks"
-NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8), "fp8": FP8}
-"""The types that `--quantize` can name."""
+BLOCKS_NAME, FOUR_BITS_NAME, FP8_NAME = "int8-blocks", "int4-blocks", "fp8"
+NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8)}
+"""The integers that `--quantize` can name."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 LOOKED_UP = ("embed", "positions")
+FP8_ROWS = Scheme(Code.FP8, rounds_rows=True)
+"""What `--quantize fp8` makes of a matrix."""
+NOT_IN_FP8 = (*LOOKED_UP, "head", "router", "shared_gate")
+"""What it leaves alone: no later layer averages what the head rounds, and routers and gates are small."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def choose_quantization(
     """
     if kept is None:
         return None
-    widened = backend.multiplied_in(kept, dtype)
+    widened = backend.multiplied_in(dtype)
     return Quantization(
         kept,
         widened,
@@ -123,6 +126,16 @@ def choose_quantization(
         widens_four_bits=bool(four_bits) and backend.widens_four_bits,
         refines_logits=backend.refines_logits,
     )
+
+
+def keep_in_fp8(config: ModelConfig, widened: jnp.dtype) -> Kept:
+    """The matrices of attention and feed-forward parts, rounded to FP8 from whatever the checkpoint has."""
+    names = [
+        name
+        for name, shape in parameter_shapes(config).items()
+        if len(shape) > 1 and not name.endswith("_bias") and name.rsplit(".", 1)[-1] not in NOT_IN_FP8
+    ]
+    return Kept(tuple((name, FP8_ROWS) for name in names), widened, is_rounded=True)
 
 
 def multiply_rotated(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -244,11 +257,11 @@ def _quantize_rows(
 
 
 def _round_rows(rows: Array, into: NDArray[np.generic]) -> Array:
-    """Rounds rows to int8 or fp8, without a rotation; gives their scales."""
-    steps, fill = (STEPS, _fill_int8) if into.dtype == np.int8 else (LARGEST_FP8, _fill_fp8)
+    """Rounds rows to int8, without a rotation; gives their scales."""
     largest = np.maximum(np.maximum(rows.max(1), -rows.min(1)), np.float32(SMALLEST))
-    fill(into, rows * (np.float32(steps) / largest)[:, None])
-    return largest / np.float32(steps)
+    scaled = rows * (np.float32(STEPS) / largest)[:, None]
+    into[:] = np.rint(scaled, out=scaled)
+    return largest / np.float32(STEPS)
 
 
 def _pieces(num_rows: int, columns: int) -> list[slice]:
@@ -318,26 +331,3 @@ def _pack_four_bits(
     for _ in pool.map(pack_from, range(0, rows, ROWS_PER_TASK)):
         pass
     return packed, scales
-
-
-def _fill_int8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    quantized[:] = np.rint(scaled, out=scaled)
-
-
-def _fill_fp8(quantized: NDArray[np.generic], scaled: NDArray[np.float32]) -> None:
-    """Casts by a table of all bfloat16: 3 ns a value where numpy's cast takes 10, and without the GIL.
-
-    The upper half of a float32, with its last bit set if the lower half is not zero, rounds to the same fp8
-    as the whole float32.
-    """
-    bits = scaled.view(np.uint32)
-    upper = bits >> 16
-    upper |= (bits & 0xFFFF) != 0
-    # Without `mode` numpy would write to a copy first.
-    np.take(_fp8_of_bfloat16(), upper, out=quantized.view(np.uint8), mode="clip")
-
-
-@functools.cache
-def _fp8_of_bfloat16() -> NDArray[np.uint8]:
-    with np.errstate(all="ignore"):
-        return np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16).astype(FP8).view(np.uint8)

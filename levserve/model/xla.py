@@ -174,8 +174,8 @@ class XlaBackend(Backend):
         """jaxlib on a CPU converts a whole bfloat16 array to float32 to take a slice of it in a loop."""
         return cache.BITS.get(dtype, dtype) if self.is_cpu else dtype
 
-    def multiplied_in(self, kept: jnp.dtype, dtype: jnp.dtype) -> jnp.dtype | None:
-        return None if self.is_cpu and kept == jnp.int8 else dtype
+    def multiplied_in(self, dtype: jnp.dtype) -> jnp.dtype | None:
+        return None if self.is_cpu else dtype
 
     @property
     def block_order(self) -> BlockOrder | None:

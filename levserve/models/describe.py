@@ -42,8 +42,8 @@ from levserve.models.matrices import (
     check_eight_bits,
     check_kept,
     choose_four_bits,
+    choose_kept,
     choose_narrow,
-    keeps_bits,
 )
 from levserve.observe.metrics import Metrics
 from levserve.schedule.budget import Budget
@@ -59,7 +59,6 @@ from levserve.weights.checkpoint import (
     load_arrays,
     open_tensors,
     read_config,
-    read_schemes,
 )
 from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
@@ -299,9 +298,8 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
     mesh_size = 1 if mesh is None else mesh.size
     narrow = choose_narrow(settings, device.platform, files.path, config)
     kept = None
-    if narrow is None and keeps_bits(settings, device.platform, files.path):
-        schemes = read_schemes(files.path, config, mesh_size)
-        kept = Kept(tuple(schemes.items()), dtype) if schemes else None
+    if narrow is None:
+        kept = choose_kept(settings, device.platform, files.path, config, mesh_size, dtype)
         check_kept(kept, device)
     kv_dtype = cache.kv_dtype(settings.kv_dtype, dtype)
     backend, reason = choose_backend(

@@ -13,21 +13,21 @@ from levserve.model.backend import Backend
 from levserve.model.config import ModelConfig
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
-from levserve.model.quantize import BLOCKS_NAME, FOUR_BITS_NAME, NARROW
+from levserve.model.quantize import BLOCKS_NAME, FOUR_BITS_NAME, FP8_NAME, NARROW, keep_in_fp8
 from levserve.settings.settings import Settings
-from levserve.weights.checkpoint import find_four_bit_matrices, is_quantized_checkpoint
+from levserve.weights.checkpoint import find_four_bit_matrices, is_quantized_checkpoint, read_schemes
 
 FP8_CAPABILITY = (8, 9)
 """NVIDIA's GPUs compute in fp8 from Ada and Hopper on; for older ones the programs would not compile."""
 
 
 def choose_narrow(settings: Settings, platform: str, path: Path, config: ModelConfig) -> jnp.dtype | None:
-    """The 8-bit type that matrices are served in, or None.
+    """The integers that matrices are served in, or None.
 
     By default a CPU serves a file that is quantized already in int8: that is twice as fast, and little
     accuracy is lost.
     """
-    if settings.quantize == "fp8" and platform == "cpu":
+    if settings.quantize == FP8_NAME and platform == "cpu":
         raise ConfigError("--quantize fp8 is for GPUs, and this is a cpu: use --quantize int8")
     other = {BLOCKS_NAME: "int8", FOUR_BITS_NAME: "keep"}.get(settings.quantize)
     if other is not None and platform != "cpu":
@@ -60,6 +60,18 @@ def choose_four_bits(
             f"--quantize {BLOCKS_NAME}"
         )
     return found
+
+
+def choose_kept(
+    settings: Settings, platform: str, path: Path, config: ModelConfig, num_shards: int, dtype: jnp.dtype
+) -> Kept | None:
+    """The matrices in a form that checkpoints have: as this one stores them, or rounded to FP8."""
+    if settings.quantize == FP8_NAME:
+        return keep_in_fp8(config, dtype)
+    if not keeps_bits(settings, platform, path):
+        return None
+    schemes = read_schemes(path, config, num_shards)
+    return Kept(tuple(schemes.items()), dtype) if schemes else None
 
 
 def keeps_bits(settings: Settings, platform: str, path: Path) -> bool:

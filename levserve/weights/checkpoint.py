@@ -50,6 +50,7 @@ from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_fo
 from levserve.weights.prepared import WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
+from levserve.weights.quantized.rounded import round_sources
 from levserve.weights.stored_tensor import StoredTensor
 from levserve.weights.tensor_names import Format, find_targets, match_tensors
 from levserve.weights.tied_head import HEAD, compare_head
@@ -190,7 +191,7 @@ def convert_tensors(
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     """The model's arrays, each filled from these tensors when it is asked for; `config` is the whole model's.
 
-    Arrays that are cut between devices come with the shares of `shards` stacked. If they are to be quantized,
+    Arrays that are cut between devices come with the shares of `shards` stacked. If they are to be integers,
     they are read in float32, one at a time, and cut first, because quantization mixes a matrix's columns.
     """
     if not isinstance(quantization, Quantization):
@@ -198,7 +199,10 @@ def convert_tensors(
             tensors, config, dtype, backend.expert_storage(dtype), shards, report=report, kept=quantization
         )
     if config.num_experts:
-        raise StartupError(f"{tensors.source}: --quantize does not support a mixture of experts")
+        raise StartupError(
+            f"{tensors.source}: --quantize {quantization.kept} does not support a mixture of experts, and "
+            "--quantize fp8, for GPUs, does"
+        )
     float32 = jnp.dtype(jnp.float32)
     four_bits = dict(quantization.four_bits)
     kept = _read_four_bits(tensors, config, four_bits, report)
@@ -238,8 +242,9 @@ def _read_plain(
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
     sources = _find_sources(tensors, config)
     schemes = {} if kept is None else kept.by_name()
-    found = find_schemes(sources, config, shards.count) if schemes else {}
-    _check_schemes(tensors, found, schemes)
+    is_rounded = kept is not None and kept.is_rounded
+    if schemes and not is_rounded:
+        _check_schemes(tensors, find_schemes(sources, config, shards.count), schemes)
     cutter = Cutter(config, shards)
     shapes = {name: shape for name, shape in cutter.host_shapes.items() if name not in left_out}
     has_offsets = config.has_offset_norms and tensors.has_offset_norms
@@ -249,9 +254,8 @@ def _read_plain(
         for name in load_order(shapes) if tensors.is_stacked else shapes:
             if name in schemes:
                 progress.advance(math.prod(shapes[name]))
-                for part, array in read_packed(
-                    name, schemes[name], sources[name], cutter, pool, tensors.source
-                ):
+                found = round_sources(sources[name]) if is_rounded else sources[name]
+                for part, array in read_packed(name, schemes[name], found, cutter, pool, tensors.source):
                     mapped.advance(array.nbytes)
                     yield part, array
                 continue

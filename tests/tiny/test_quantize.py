@@ -117,18 +117,6 @@ def test_on_a_gpu_products_are_those_of_the_numbers_that_are_kept(name: str) -> 
     assert largest_error(quantized(matrix, name, GPU, BFLOAT16), rounded) < 1e-6
 
 
-def test_fp8_keeps_four_bits_of_every_number_and_the_largest_of_a_row() -> None:
-    matrix, _ = matrix_and_rows()
-    linear = quantized(matrix, "fp8", GPU)
-    assert linear.weight.dtype == jnp.float8_e4m3fn and linear.scale is not None
-    scale = np.asarray(linear.scale.array)[:, None]
-    assert (
-        np.abs(kept_by(linear) - matrix) <= np.maximum(np.abs(matrix) / 16, scale * 2.0**-10) * 1.0001
-    ).all()
-    np.testing.assert_array_equal(linear.weight.array, jnp.asarray(matrix / scale).astype(jnp.float8_e4m3fn))
-    assert (np.abs(np.asarray(linear.weight.array, np.float32)).max(1) == 448).all()
-
-
 def test_a_row_of_zeros_stays_one() -> None:
     matrix = np.zeros((24, 96), np.float32)
     assert not np.asarray(quantized(matrix)(hax.named(jnp.zeros((3, 96)), (Row, In))).array).any()
@@ -140,14 +128,13 @@ def test_an_int8_model_is_served_close_to_its_reference() -> None:
     assert 0 < difference < 0.15, "of a random model, whose logits are large"
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("int8", 0.03, 0.08), ("fp8", 0.1, 0.35)])
-def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least: float, most: float) -> None:
-    """Measured: 0.046 and 0.20, with a random model, where bfloat16 moves log-probabilities by 0.02."""
+def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference() -> None:
+    """Measured: 0.046, with a random model, where bfloat16 moves log-probabilities by 0.02."""
     config = read_config(GOLDEN / "qwen3")
-    quantization = choose_quantization(NARROW[name], GPU, BFLOAT16)
+    quantization = choose_quantization(NARROW["int8"], GPU, BFLOAT16)
     arrays = load_arrays(GOLDEN / "qwen3", config, BFLOAT16, report=lambda _: None, quantization=quantization)
     assert (
-        arrays["layers.0.qkv"].dtype == arrays["head"].dtype == NARROW[name]
+        arrays["layers.0.qkv"].dtype == arrays["head"].dtype == jnp.int8
         and arrays["embed"].dtype == jnp.bfloat16
     )
     model = Decoder.from_arrays(config, arrays, backend=GPU, quantization=quantization)
@@ -158,13 +145,13 @@ def test_a_model_loaded_for_a_gpu_scores_close_to_its_reference(name: str, least
             np.arange(start - 1, len(tokens) - 1), tokens[start:]
         ]
         differences += np.abs(logprobs - case["greedy_logprobs"]).tolist()
-    assert least < np.mean(differences) < most
+    assert 0.03 < np.mean(differences) < 0.08
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_what_cannot_be_quantized_is_refused_by_name(name: str) -> None:
     config = read_config(GOLDEN / "mixtral")
-    with pytest.raises(StartupError, match="--quantize does not support a mixture of experts"):
+    with pytest.raises(StartupError, match="--quantize int8 does not support a mixture of experts"):
         load_arrays(
             GOLDEN / "mixtral",
             config,
@@ -183,7 +170,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(name: str) -> None:
         (("--dtype", "bfloat16", "--quantize", "int8"), "cpu", "int8"),
         ((), "gpu", None),
         (("--quantize", "int8"), "gpu", "int8"),
-        (("--quantize", "fp8"), "gpu", "fp8"),
+        (("--quantize", "fp8"), "gpu", None),
     ],
 )
 def test_a_file_that_is_quantized_already_is_served_in_eight_bits_unless_somebody_says_otherwise(

@@ -29,6 +29,7 @@ from levserve.model.config import ModelConfig
 from levserve.model.decoder import Blueprint
 from levserve.model.feed_forward import ROW
 from levserve.model.int8_packing import UNSIGNED_ORDER
+from levserve.model.packed import Kept
 from levserve.model.placement import WHOLE, device_bytes, make_mesh
 from levserve.model.quantize import NARROW, Quantization, choose_quantization, quantize_arrays
 from levserve.model.rules import Mode
@@ -68,7 +69,7 @@ def golden_logprobs(family: str) -> list[float]:
 
 
 @functools.cache
-def score(family: str, count: int, quantization: Quantization | None = None) -> NDArray[np.float32]:
+def score(family: str, count: int, quantization: Quantization | Kept | None = None) -> NDArray[np.float32]:
     """Log-probabilities [place, token] of a golden case on `count` devices."""
     config = read_config(GOLDEN / family)
     mesh = make_mesh(jax.devices()[:count])
