@@ -45,14 +45,15 @@ from levserve.model.config import Activation, ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
-from levserve.model.int8_packing import OFFSET, is_packable
+from levserve.model.int8_packing import OFFSET, WIDENED_ORDER, is_packable
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import (
-    BLOCKS_NAME,
-    FOUR_BITS_NAME,
     FP8_NAME,
+    IN_BLOCKS,
+    IN_FOUR_BITS,
     NARROW,
+    WIDENED_NAME,
     Quantization,
     choose_quantization,
     is_quantized,
@@ -185,8 +186,7 @@ def build(
     config: ModelConfig, dtype: jnp.dtype, platform: str, options: argparse.Namespace
 ) -> tuple[Runner, Sizes, int]:
     """Also gives the bytes of the experts' matrices."""
-    in_four_bits = options.quantize == FOUR_BITS_NAME
-    narrow = NARROW.get(BLOCKS_NAME if in_four_bits else options.quantize)
+    narrow = NARROW.get(options.quantize)
     kv_dtype = cache.kv_dtype(options.kv_dtype, dtype)
     kept = choose_kept(options.quantize, config, dtype)
     backend, _ = choose_backend(
@@ -202,10 +202,14 @@ def build(
         backend = dataclasses.replace(backend, target=backend.target.without(*AMX))
     if options.experts != "auto":
         backend = with_expert_kernels(backend, options.experts)
-    in_blocks, names = options.quantize in (BLOCKS_NAME, FOUR_BITS_NAME), (*parameter_shapes(config), "head")
-    four_bits = {name: Q4_0 for name in names if is_quantized(name)} if in_four_bits else None
+    names = [name for name in (*parameter_shapes(config), "head") if is_quantized(name)]
     quantization = kept or choose_quantization(
-        narrow, backend, dtype, in_blocks=in_blocks, four_bits=four_bits
+        narrow,
+        backend,
+        dtype,
+        in_blocks=options.quantize in IN_BLOCKS,
+        four_bits=dict.fromkeys(names, Q4_0) if options.quantize in IN_FOUR_BITS else None,
+        widens_four_bits=options.quantize == WIDENED_NAME,
     )
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
@@ -273,8 +277,12 @@ def random_arrays(
             per_block = jnp.full((shape[0], shape[1] // BLOCK), scale * SCALE_FACTOR, jnp.float16)
             is_packed = quantization.is_packed and is_packable(*shape)
             if name in dict(quantization.four_bits):
-                nibbles = random_nibbles(key, shape)
+                nibbles, is_widened = (
+                    random_nibbles(key, shape),
+                    quantization.four_bit_order(shape) == WIDENED_ORDER,
+                )
                 arrays[name] = nibbles if is_packed else nibbles.view(quantization.kept)
+                arrays[name] = nibbles.view(jnp.uint16) if is_widened else arrays[name]
                 arrays[f"{name}_scale"] = per_block * FOUR_BITS_FACTOR
                 continue
             in_blocks = quantization.rounds_in_blocks(config, name, shape[1])
@@ -388,7 +396,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    ways = ["none", *NARROW, FOUR_BITS_NAME, FP8_NAME, *SCHEMES]
+    ways = ["none", *NARROW, FP8_NAME, *SCHEMES]
     parser.add_argument("--quantize", choices=ways, default="none")
     parser.add_argument("--kv-dtype", choices=["auto", "bfloat16", "fp8", "int8"], default="auto")
     parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="as the server's option")

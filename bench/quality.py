@@ -39,10 +39,11 @@ from levserve.model.config import ModelConfig
 from levserve.model.decoder import Decoder
 from levserve.model.feed_forward import CHUNK, ROW
 from levserve.model.quantize import (
-    BLOCKS_NAME,
-    FOUR_BITS_NAME,
     FP8_NAME,
+    IN_BLOCKS,
+    IN_FOUR_BITS,
     NARROW,
+    WIDENED_NAME,
     choose_quantization,
     keep_in_fp8,
 )
@@ -70,6 +71,7 @@ FORMATS = {
     "int8-kv": Format(kv_dtype="int8"),
     "int8": Format("int8"),
     "int8-blocks": Format("int8-blocks"),
+    "int4": Format("int4"),
     "int4-blocks": Format("int4-blocks"),
     "fp8": Format("fp8"),
     "int8+fp8-kv": Format("int8", "fp8"),
@@ -139,7 +141,7 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     platform, dtype, narrow = (
         jax.default_backend(),
         jnp.dtype(number_format.dtype),
-        NARROW.get(BLOCKS_NAME if number_format.quantize == FOUR_BITS_NAME else number_format.quantize),
+        NARROW.get(number_format.quantize),
     )
     began = time.monotonic()
     # As the server does.
@@ -150,13 +152,13 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
     backend, _ = choose_backend(
         platform, config, quantized=narrow, dtype=dtype, kv_dtype=kv_dtype, is_packed=is_packed
     )
-    in_four_bits = number_format.quantize == FOUR_BITS_NAME
     quantization = kept or choose_quantization(
         narrow,
         backend,
         dtype,
-        in_blocks=in_four_bits or number_format.quantize == BLOCKS_NAME,
-        four_bits=find_four_bit_matrices(path, config) if in_four_bits else None,
+        in_blocks=number_format.quantize in IN_BLOCKS,
+        four_bits=find_four_bit_matrices(path, config) if number_format.quantize in IN_FOUR_BITS else None,
+        widens_four_bits=number_format.quantize == WIDENED_NAME,
     )
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)

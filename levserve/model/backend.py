@@ -340,8 +340,8 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def widens_four_bits(self) -> bool:
-        """Whether matrices of four bits (`int4_blocks`) are widened to bfloat16 as they are multiplied."""
+    def can_widen_four_bits(self) -> bool:
+        """Whether products can widen matrices of four bits (`int4_blocks`) to bfloat16."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

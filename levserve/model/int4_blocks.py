@@ -26,7 +26,8 @@ CENTER = 8
 """Subtracted from every code."""
 SECOND_TERM_BITS = 4
 SECOND_TERM = 2.0**SECOND_TERM_BITS
-"""Steps of the second term in one step of the first."""
+"""Steps of the second term in one step of the first. A centred code times this still fits int8, so that
+matrix units can multiply both terms at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,11 @@ from levserve.model.parameter_shapes import parameter_shapes
 ROWS_PER_TASK = 256
 NUMBERS_PER_PIECE = 1 << 20
 """Values that a thread reads and rounds at a time: with smaller pieces threads wait for the GIL."""
-BLOCKS_NAME, FOUR_BITS_NAME, FP8_NAME = "int8-blocks", "int4-blocks", "fp8"
-NARROW: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), BLOCKS_NAME: jnp.dtype(jnp.int8)}
-"""The integers that `--quantize` can name."""
+BLOCKS_NAME, FOUR_BITS_NAME, WIDENED_NAME, FP8_NAME = "int8-blocks", "int4-blocks", "int4", "fp8"
+IN_FOUR_BITS = (FOUR_BITS_NAME, WIDENED_NAME)
+IN_BLOCKS = (BLOCKS_NAME, *IN_FOUR_BITS)
+NARROW: dict[str, jnp.dtype] = dict.fromkeys(("int8", *IN_BLOCKS), jnp.dtype(jnp.int8))
+"""The integers that `--quantize` can name; in four bits, what matrices become that have more."""
 QUANTIZED = ("qkv", "out", "gate_up", "down", "head")
 LOOKED_UP = ("embed", "positions")
 FP8_ROWS = Scheme(Code.FP8, rounds_rows=True)
@@ -69,7 +71,7 @@ class Quantization:
     four_bits: tuple[tuple[str, Scheme], ...] = ()
     """The matrices that stay in the four bits of their file, each with its scheme there."""
     widens_four_bits: bool = False
-    """Whether the backend widens such matrices to bfloat16 as it multiplies them."""
+    """Whether such matrices are widened to bfloat16 as they are multiplied, if their rows fit."""
     refines_logits: bool = False
     """Whether the backend computes the largest logits again (`Backend.refine`)."""
 
@@ -108,10 +110,11 @@ def choose_quantization(
     *,
     in_blocks: bool = False,
     four_bits: Mapping[str, Scheme] | None = None,
+    widens_four_bits: bool = False,
 ) -> Quantization | None:
     """How the backend quantizes matrices to the type `kept`, if the others are in `dtype`; None: not at all.
 
-    Matrices named in `four_bits` stay as they are.
+    Matrices named in `four_bits` stay as they are; only some backends can widen them.
     """
     if kept is None:
         return None
@@ -123,7 +126,7 @@ def choose_quantization(
         has_blocks=in_blocks and widened is None,
         block_order=backend.block_order,
         four_bits=tuple((four_bits or {}).items()),
-        widens_four_bits=bool(four_bits) and backend.widens_four_bits,
+        widens_four_bits=widens_four_bits,
         refines_logits=backend.refines_logits,
     )
 
@@ -316,7 +319,8 @@ def _quantize_blocks(
 def _pack_four_bits(
     matrix: FourBits, order: BlockOrder | None, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales."""
+    """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales; or in `WIDENED_ORDER`
+    pairs of bytes."""
     rows, columns = matrix.codes.shape
     is_signed = order is not None and not order.offset
     packed = aligned_array((rows, columns // 2), np.dtype(np.int8 if is_signed else np.uint8))
@@ -330,4 +334,4 @@ def _pack_four_bits(
 
     for _ in pool.map(pack_from, range(0, rows, ROWS_PER_TASK)):
         pass
-    return packed, scales
+    return packed.view(np.uint16) if order == WIDENED_ORDER else packed, scales

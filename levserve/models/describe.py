@@ -29,7 +29,9 @@ from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import HostArray, shards_of
 from levserve.model.quantize import (
     BLOCKS_NAME,
-    FOUR_BITS_NAME,
+    IN_BLOCKS,
+    IN_FOUR_BITS,
+    WIDENED_NAME,
     Quantization,
     choose_quantization,
     quantized_bytes,
@@ -41,6 +43,7 @@ from levserve.models.matrices import (
     arrange,
     check_eight_bits,
     check_kept,
+    choose_format,
     choose_four_bits,
     choose_kept,
     choose_narrow,
@@ -311,6 +314,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
         kv_dtype=kv_dtype,
         is_packed=kept is not None,
     )
+    quantize = choose_format(settings, backend, files.path, config, mesh_size)
     if kept is not None:
         kept = arrange(kept, backend, local_config(config, mesh_size), keeps_all=settings.quantize == "keep")
     description = Description(
@@ -325,8 +329,9 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
             narrow,
             backend,
             dtype,
-            in_blocks=settings.quantize in (BLOCKS_NAME, FOUR_BITS_NAME),
-            four_bits=choose_four_bits(settings, files.path, config, mesh_size),
+            in_blocks=quantize in IN_BLOCKS,
+            four_bits=choose_four_bits(quantize, files.path, config, mesh_size),
+            widens_four_bits=quantize == WIDENED_NAME,
         ),
         backend=backend,
         backend_reason=reason,
@@ -346,7 +351,7 @@ def describe_draft(served: Description) -> Description:
     is_plain = config.num_experts == 0 and config.latent is None and not is_quantized_checkpoint(files.path)
     if settings.quantize == "auto" and settings.dtype == "auto" and is_plain:
         settings = replace(settings, quantize="int8")
-    if settings.quantize == FOUR_BITS_NAME and not find_four_bit_matrices(files.path, config):
+    if settings.quantize in IN_FOUR_BITS and not find_four_bit_matrices(files.path, config):
         settings = replace(settings, quantize=BLOCKS_NAME)
     return describe(replace(settings, tensor_parallel=served.shards.count), files)
 

@@ -246,7 +246,7 @@ class Settings:
     )
     quantize: str = setting(
         "model",
-        one_of("auto", "none", "int8", "int8-blocks", "int4-blocks", "fp8", "keep"),
+        one_of("auto", "none", "int8", "int8-blocks", "int4", "int4-blocks", "fp8", "keep"),
         "auto",
         "Format of the weight matrices. none: that of --dtype. int8: eight bits, a scale for each row. "
         "int8-blocks (CPUs): a scale for every 32 inputs, which is more exact and slower. int4-blocks "

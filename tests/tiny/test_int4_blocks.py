@@ -251,9 +251,9 @@ def test_what_cannot_be_in_four_bits_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--quantize int4-blocks is for CPUs, and this is a gpu"):
         choose_narrow(settings, "gpu", path, config)
     with pytest.raises(ConfigError, match="--quantize int4-blocks: no matrix of .*llama has four bits"):
-        choose_four_bits(settings, path, config, 1)
+        choose_four_bits(settings.quantize, path, config, 1)
     with pytest.raises(ConfigError, match="--quantize int4-blocks serves on one device"):
-        choose_four_bits(settings, path, config, 2)
+        choose_four_bits(settings.quantize, path, config, 2)
 
 
 def test_a_draft_model_without_four_bits_has_int8(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class CpuBackend(XlaBackend):
         return UNSIGNED_ORDER if self.packs_int8 else SIGNED_ORDER
 
     @property
-    def widens_four_bits(self) -> bool:
+    def can_widen_four_bits(self) -> bool:
         return self.packs_int8 and self.target.has_amx_bf16
 
     def packs(self, kept: jnp.dtype) -> bool:

@@ -170,6 +170,16 @@ class BlockProduct:
         """Memory for a float32 of each block, in whole vectors."""
         return builder.stack_words((self.num_blocks + BLOCK - 1) // BLOCK * (BLOCK // 2))
 
+    @property
+    def tile_depth(self) -> int:
+        """Bytes of a block in a row of a tile."""
+        return BLOCK
+
+    @property
+    def block_scales(self) -> int:
+        """Float16 values that each block of an output has."""
+        return 1
+
     def add_terms(self, sums: list[Value]) -> list[Value]:
         """Adds up the terms of each row: one vector for each row."""
         if self.num_terms == 1:

@@ -14,7 +14,6 @@ from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import Product, product_for
 from levserve.model.cpu.widened_tiles import WidenedNibbles
-from levserve.model.int4_blocks import can_widen
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer, in the order in which activations are multiplied with them."""
@@ -25,7 +24,8 @@ class Form:
     """How a matrix is stored, whatever its size."""
 
     dtype: jnp.dtype
-    """bfloat16; or int8 or uint8, for instructions that take a signed or an unsigned matrix."""
+    """bfloat16; int8 or uint8, for instructions that take a signed or an unsigned matrix; or uint16, for four
+    bits that are widened."""
     has_blocks: bool = False
     """Whether each block of inputs has a scale."""
     has_four_bits: bool = False
@@ -36,7 +36,7 @@ class Form:
     def of(weight: jax.Array, scale: jax.Array | None) -> Form:
         if scale is None or scale.ndim == 1:
             return Form(weight.dtype)
-        shapes = weight.shape, scale.shape
+        shapes = (len(weight), weight.shape[1] * weight.dtype.itemsize), scale.shape
         if not int4_blocks.is_packed(*shapes):
             return Form(weight.dtype, True)
         return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
@@ -52,7 +52,7 @@ class Form:
         is_signed = self.dtype == jnp.int8
         if not self.has_four_bits:
             return block_product_for(size, target, is_signed=is_signed, in_two_terms=in_two_terms)
-        if target.has_amx_bf16 and can_widen(size):
+        if self.dtype == jnp.uint16:
             return WidenedNibbles(size, target, self.has_middles)
         return nibble_product_for(size, target, is_signed=is_signed, has_middles=self.has_middles)
 

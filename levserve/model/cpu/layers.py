@@ -227,7 +227,8 @@ class LayerWriter:
                 return
             width = call.argument_size(self.argument_index(call, name), 1)
             scales = call.argument_size(self.argument_index(call, f"{name}_scale"), 1)
-            # Bytes of one output: such matrices have elements of one byte and scales of two bytes.
+            # Bytes of one output: such matrices have elements of one byte or two, and scales of two bytes.
+            width = width * (2 if isinstance(product, WidenedNibbles) else 1)
             is_form = (width + scales * 2).equals(product.out_bytes + product.out_scale_bytes)
             with call.builder.when(is_form):
                 yield product

@@ -13,8 +13,9 @@ from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
 from levserve.model.cpu.block_products import UnsignedBlocks
-from levserve.model.cpu.block_tiles import Int8BlockTiles
+from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
 from levserve.model.cpu.forms import Form
+from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.prefetch import choose_prefetch
 from levserve.model.cpu.products import (
     INT8_LANES,
@@ -62,7 +63,7 @@ def multiply(
 
     With int8, packed or not, the result is that of `multiply_rotated`, or of `multiply_blocks` if blocks have
     scales; with four bits it is that of `multiply_nibbles`. With bfloat16, which has no scale, it is computed
-    in float32; tiles first round x to bfloat16.
+    in float32; tiles first round x to bfloat16. So do those that widen four bits to bfloat16.
     """
     out = weight.shape[0]
     product = Form.of(weight, scale).product(x.shape[1], target, in_two_terms=in_two_terms)
@@ -79,6 +80,8 @@ def tile_product_for(product: Product | WidenedNibbles, *outs: int) -> TileProdu
         return WidenedTiles(product)
     if isinstance(product, PackedProduct) and target.has_amx_int8:
         return Int8Tiles(product)
+    if isinstance(product, UnsignedNibbles) and target.has_amx_int8:
+        return NibbleTiles(product)
     if isinstance(product, UnsignedBlocks) and target.has_amx_int8 and Int8BlockTiles.are_for(product):
         return Int8BlockTiles(product)
     fits = product.size % DEPTH == 0 and all(out % Bfloat16Tiles.tile_outs == 0 for out in outs)

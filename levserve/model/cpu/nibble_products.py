@@ -13,6 +13,8 @@ from typing import ClassVar
 
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
+from levserve.jit.tiles import TILE_ROW_BYTES
+from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.block_products import START, WORDS, add_scaled, add_words, load_scales
 from levserve.model.cpu.prefetch import FROM_MEMORY
 from levserve.model.cpu.products import PreparedRow, Tile
@@ -69,6 +71,11 @@ class NibbleProduct:
         return 2 if self.has_middles else 1
 
     @property
+    def tile_depth(self) -> int:
+        """Bytes of a block in a row of a tile."""
+        return NUM_TERMS * BLOCK
+
+    @property
     def row_bytes(self) -> int:
         """Rounded up to whole vectors, so that none lies across two cache lines."""
         num_bytes = NUM_TERMS * self.size + 4 * (2 + NUM_TERMS) * self.num_blocks
@@ -79,7 +86,14 @@ class NibbleProduct:
         return row + block * 4 + (NUM_TERMS * self.size + kind * 4 * self.num_blocks)
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
-        row, lanes = into.start, min(self.target.lanes, BLOCK)
+        self.prepare_blocks(builder, x, scratch, self.plain_places(builder, into.start))
+
+    def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
+        words, by_kind = row + NUM_TERMS * self.size, 4 * self.num_blocks
+        return BlockPlaces.at(builder, row, (BLOCK, self.size), words, (4, 0, by_kind))
+
+    def prepare_blocks(self, builder: Builder, x: Value, scratch: Value, places: BlockPlaces) -> None:
+        lanes = min(self.target.lanes, BLOCK)
         factor = product_factor(is_rotated=False) / SECOND_TERM
         with builder.loop(0, self.num_blocks) as block:
             firsts = [x + block * (4 * BLOCK) + 4 * at for at in range(0, BLOCK, lanes)]
@@ -91,15 +105,15 @@ class NibbleProduct:
             for term in range(NUM_TERMS):
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-                builder.store(row + block * BLOCK + term * self.size, integers)
+                builder.store(places.numbers_of(block, term), integers)
                 sums = integers.convert("sext", I32).reduce_sum()
                 start = START >> SECOND_TERM_BITS if term == 0 else 0
-                builder.store(self.block_word(row, STARTS + term, block), sums * -CENTER + start)
+                builder.store(places.word_of(block, STARTS + term), sums * -CENTER + start)
                 total = (total << SECOND_TERM_BITS) + sums
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
-            builder.store(self.block_word(row, SCALE, block), scale * factor)
+            builder.store(places.word_of(block, SCALE), scale * factor)
             sums = total.convert("sitofp", F32) * (scale * factor)
-            builder.store(self.block_word(row, TOTAL, block), sums)
+            builder.store(places.word_of(block, TOTAL), sums)
 
     def widen(self, packed: Value) -> tuple[Value, Value]:
         """The codes in the lower halves of bytes, and those in the upper halves."""
@@ -166,6 +180,26 @@ class UnsignedNibbles(NibbleProduct):
     @property
     def tile_rows(self) -> int:
         return 1 if self.target.vector_bytes < 64 else 4  # 24 of 32 registers for totals and sums
+
+    def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
+        """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers.
+
+        First come the numbers shifted left by `SECOND_TERM_BITS`, for the first term of activations, then the
+        numbers as they are, for the second.
+        """
+        middle, highest = CENTER, CENTER << SECOND_TERM_BITS
+        for word in range(HALF):
+            packed = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
+            lower, upper = self.widen(packed)
+            for row, numbers in enumerate(
+                (
+                    (packed << SECOND_TERM_BITS) ^ -highest,
+                    (packed & -(1 << SECOND_TERM_BITS)) ^ -highest,
+                    lower - middle,
+                    upper - middle,
+                )
+            ):
+                builder.store(into + (row * HALF + word) * TILE_ROW_BYTES, numbers)
 
     def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
         rows = [tile.prepared + index * self.row_bytes for index in range(tile.num_rows)]

@@ -1,0 +1,190 @@
+"""Matrices of four bits that are widened to bfloat16 in products by matrix units (AMX).
+
+CPUs without such units run the same kernels with plain instructions instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import strategies as st
+
+from levserve.errors import ConfigError
+from levserve.jit.target import Target
+from levserve.jit.xla_call import write_kernel
+from levserve.model.backend import Backend
+from levserve.model.cpu import linear
+from levserve.model.cpu.backend import CpuBackend, fit_target
+from levserve.model.cpu.widened_tiles import CHUNK, WidenedNibbles
+from levserve.model.decoder import Decoder
+from levserve.model.int4_blocks import CENTER, FourBits
+from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
+from levserve.model.int8_packing import OUTS, PAIR_BYTES, UNSIGNED_ORDER, WIDENED_ORDER
+from levserve.model.quantize import NARROW, WIDENED_NAME, choose_quantization, quantized_bytes
+from levserve.model.xla import XLA_ON_CPU
+from levserve.models.matrices import choose_format
+from levserve.settings.parse import parse_settings
+from levserve.weights.checkpoint import find_four_bit_matrices, load_arrays, read_config
+from tests.conftest import GOLDEN
+from tests.targets import HOST, NAMED, on_each_target, with_examples
+from tests.tiny.test_cpu_tiles import sum_as_tiles_do
+from tests.tiny.test_decoder import run_in_chunks
+from tests.tiny.test_gguf_kept import quantized_file
+from tests.tiny.test_int4_blocks import MIXED, TOKENS, random_matrix
+
+FLOAT32 = jnp.dtype(jnp.float32)
+PACKING = CpuBackend(has_products=True, packs_int8=True)
+SHAPES = [(64, 2 * BLOCK), (32, (CHUNK + 2) * BLOCK), (96, CHUNK * BLOCK)]
+
+
+def arrange(matrix: FourBits) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of a matrix on the device."""
+    packed, scales = matrix.pack(WIDENED_ORDER)
+    return packed.view(np.uint16), scales
+
+
+def widen(matrix: FourBits) -> np.ndarray:
+    """The numbers of a matrix, rounded to bfloat16; ties are rounded up."""
+    scales, middles = (
+        np.zeros(()) if part is None else np.repeat(part.astype(np.float64) / SCALE_FACTOR, BLOCK, 1)
+        for part in (matrix.scales, matrix.middles)
+    )
+    numbers = ((matrix.codes.astype(np.float64) - CENTER) * scales + middles).astype(np.float32)
+    return ((numbers.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def multiply(
+    weight: jax.Array, scale: jax.Array, x: jax.Array, num_used: jax.Array, *, target: Target
+) -> jax.Array:
+    return linear.multiply(weight, scale, x, num_used, target=target)
+
+
+@with_examples(
+    12,
+    st.sampled_from(SHAPES),
+    st.booleans(),
+    st.sampled_from([1, 2, 15, 16, 17, 32, 33, 70]),
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_product_is_that_of_the_numbers_rounded_to_bfloat16_in_one_order_for_any_number_of_rows(
+    target: Target, shape: tuple[int, int], has_middles: bool, rows: int, padding: int, seed: int
+) -> None:
+    matrix = random_matrix(seed % 100, has_middles=has_middles, shape=shape)
+    x = np.random.default_rng(seed).standard_normal((rows + padding, shape[1])).astype(np.float32)
+    x[rows:] = np.nan
+    got = multiply(*arrange(matrix), x, np.asarray([rows], np.int32), target=target)
+    rounded = np.asarray(jnp.asarray(x[:rows], jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(got[:rows], sum_as_tiles_do(rounded, widen(matrix)))
+
+
+def test_a_task_with_more_rows_than_stay_in_the_cache_arranges_them_again() -> None:
+    """The rows of one block of rows must not be taken for those of the next."""
+    shape = 2 * OUTS, 2 * BLOCK
+    matrix, rows = random_matrix(3, has_middles=True, shape=shape), 10_300
+    tiles = linear.tile_product_for(WidenedNibbles(shape[1], HOST, True))
+    assert isinstance(tiles, linear.WidenedTiles) and tiles.block_rows < rows
+    x = np.random.default_rng(3).standard_normal((rows, shape[1])).astype(np.float32)
+    got = multiply(*arrange(matrix), x, np.asarray([rows], np.int32), target=HOST)
+    some = np.r_[0:3, tiles.block_rows - 2 : tiles.block_rows + 3, rows - 3 : rows]
+    rounded = np.asarray(jnp.asarray(x[some], jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(np.asarray(got)[some], sum_as_tiles_do(rounded, widen(matrix)))
+
+
+@on_each_target
+def test_what_is_not_finite_spoils_its_own_row_alone(target: Target) -> None:
+    matrix, x = random_matrix(0, has_middles=True, shape=SHAPES[0]), np.ones((20, 64), np.float32)
+    x[3, 7], x[17, 0] = np.nan, np.inf
+    got = np.asarray(multiply(*arrange(matrix), x, np.asarray([20], np.int32), target=target))
+    assert [row for row in range(20) if not np.isfinite(got[row]).all()] == [3, 17]
+
+
+def test_two_blocks_share_bytes_and_two_outputs_share_words() -> None:
+    matrix = random_matrix(1, has_middles=False, shape=(2 * OUTS, 4 * BLOCK))
+    packed = matrix.pack(WIDENED_ORDER)[0].reshape(2, 2, OUTS // 2, PAIR_BYTES, 2)
+    for out, block, at in ((0, 0, 0), (33, 0, 5), (62, 2, 31)):
+        group, number = divmod(out, OUTS)
+        both = packed[group, block // 2, number // 2, at, number % 2]
+        assert both & 15 == matrix.codes[out, block * BLOCK + at]
+        assert both >> 4 == matrix.codes[out, (block + 1) * BLOCK + at]
+
+
+def test_code_for_matrix_units_has_their_instruction_for_bfloat16() -> None:
+    product = WidenedNibbles(64, NAMED["amx"], True)
+    assembly = write_kernel(linear.kernel_for(product, linear.tile_product_for(product))).assembly()
+    assert "tdpbf16ps" in assembly and "vpermw" in assembly
+
+
+@pytest.mark.parametrize("runs_layers", [True, False], ids=["all layers in one call", "one by one"])
+def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool, tmp_path: Path) -> None:
+    """Measured: 0.03, nearly all of it from the matrices that become int8."""
+    path = quantized_file(tmp_path, MIXED, Kind.Q4_1)
+    config, backend = read_config(path), replace(PACKING, runs_layers=runs_layers)
+    quantization = choose_quantization(
+        NARROW[WIDENED_NAME],
+        backend,
+        FLOAT32,
+        in_blocks=True,
+        four_bits=find_four_bit_matrices(path, config),
+        widens_four_bits=True,
+    )
+    assert quantization is not None
+    arrays = load_arrays(path, config, FLOAT32, report=print, quantization=quantization, backend=backend)
+    assert quantized_bytes(config, FLOAT32, quantization) == sum(array.nbytes for array in arrays.values())
+    names = {name for name, array in arrays.items() if array.dtype == jnp.uint16}
+    assert names == dict(quantization.four_bits).keys()
+
+    def score(model: Decoder) -> np.ndarray:
+        logprobs = jax.nn.log_softmax(run_in_chunks(model, TOKENS, 8, 4))
+        return np.asarray(logprobs)[np.arange(len(TOKENS) - 1), TOKENS[1:]]
+
+    plain = load_arrays(path, config, FLOAT32, report=print)
+    exact = score(Decoder.from_arrays(config, plain, backend=XLA_ON_CPU))
+    served = score(Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization))
+    assert 0 < np.abs(served - exact).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "backend", "expected"),
+    [
+        ((), Kind.Q4_0, fit_target(NAMED["amx"]), WIDENED_NAME),
+        ((), Kind.Q4_1, fit_target(NAMED["amx"]), WIDENED_NAME),
+        ((), Kind.Q8_0, fit_target(NAMED["amx"]), "auto"),
+        ((), Kind.Q4_0, fit_target(NAMED["avx512"]), "auto"),
+        ((), Kind.Q4_0, XLA_ON_CPU, "auto"),
+        (("--dtype", "bfloat16"), Kind.Q4_0, fit_target(NAMED["amx"]), "auto"),
+        (("--quantize", "int8"), Kind.Q4_0, fit_target(NAMED["amx"]), "int8"),
+    ],
+)
+def test_a_file_of_four_bits_is_served_in_them_by_default_where_they_are_widened(
+    options: tuple[str, ...], kind: Kind, backend: Backend, expected: str, tmp_path: Path
+) -> None:
+    path, settings = quantized_file(tmp_path, {}, kind), parse_settings(list(options), {})
+    config = read_config(path)
+    assert choose_format(settings, backend, path, config, 1) == expected
+    assert choose_format(settings, backend, path, config, 2) == settings.quantize, "shared by two devices"
+
+
+def test_a_cpu_without_matrix_units_refuses_by_name() -> None:
+    settings, path = parse_settings(["--quantize", WIDENED_NAME], {}), GOLDEN / "llama"
+    message = r"--quantize int4 needs a CPU with matrix units \(AMX\) .*: use --quantize int4-blocks"
+    for backend in (fit_target(NAMED["avx512"]), XLA_ON_CPU):
+        with pytest.raises(ConfigError, match=message):
+            choose_format(settings, backend, path, read_config(path), 1)
+
+
+def test_other_orders_of_four_bits_are_as_they_were() -> None:
+    assert choose_quantization(NARROW["int8"], PACKING, FLOAT32) is not None
+    quantization = choose_quantization(NARROW["int8"], PACKING, FLOAT32, widens_four_bits=True)
+    assert quantization is not None
+    assert quantization.four_bit_order((64, 128)) == WIDENED_ORDER
+    assert quantization.four_bit_order((64, 96)) == UNSIGNED_ORDER, "an odd number of blocks"
+    assert quantization.four_bit_order((48, 128)) is None, "an odd number of outputs"
