@@ -86,7 +86,8 @@ class Quantization:
         A head whose largest logits are computed again has one for each row: with blocks it would need two
         terms of activations, which take twice the time, for a text that is hardly more exact.
         """
-        is_refined = self.refines_logits and not self.four_bits and num_shares == 1
+        keeps_codes = bool(self.four_bits) and not self.widens_four_bits
+        is_refined = self.refines_logits and not keeps_codes and num_shares == 1
         if name == "head" and is_refined and config.tied_head and not config.head_bias:
             return False
         return self.has_blocks and has_blocks(columns)
@@ -99,7 +100,9 @@ class Quantization:
 
     def __str__(self) -> str:
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
-        others = f"{len(self.four_bits)} in the four bits of their file, others in " if self.four_bits else ""
+        others = f"{len(self.four_bits)} in the four bits of their file, " if self.four_bits else ""
+        others += "multiplied in bfloat16, " if others and self.widens_four_bits else ""
+        others += "others in " if others else ""
         return f"{others}{self.kept}{scales}, multiplied in {self.widened or self.kept}"
 
 

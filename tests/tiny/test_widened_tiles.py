@@ -155,6 +155,7 @@ def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool,
 @pytest.mark.parametrize(
     ("options", "kind", "backend", "expected"),
     [
+        ((), MIXED, fit_target(NAMED["amx"]), "auto"),
         ((), Kind.Q4_0, fit_target(NAMED["amx"]), WIDENED_NAME),
         ((), Kind.Q4_1, fit_target(NAMED["amx"]), WIDENED_NAME),
         ((), Kind.Q8_0, fit_target(NAMED["amx"]), "auto"),
@@ -165,9 +166,10 @@ def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool,
     ],
 )
 def test_a_file_of_four_bits_is_served_in_them_by_default_where_they_are_widened(
-    options: tuple[str, ...], kind: Kind, backend: Backend, expected: str, tmp_path: Path
+    options: tuple[str, ...], kind: Kind | dict[str, Kind], backend: Backend, expected: str, tmp_path: Path
 ) -> None:
-    path, settings = quantized_file(tmp_path, {}, kind), parse_settings(list(options), {})
+    kinds, others = (kind, Kind.Q4_1) if isinstance(kind, dict) else ({}, kind)
+    path, settings = quantized_file(tmp_path, kinds, others), parse_settings(list(options), {})
     config = read_config(path)
     assert choose_format(settings, backend, path, config, 1) == expected
     assert choose_format(settings, backend, path, config, 2) == settings.quantize, "shared by two devices"
