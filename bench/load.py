@@ -33,8 +33,8 @@ from load_report import Step, make_document, make_sweep_table, make_table, write
 class Load:
     """One run of jobs over at most `concurrency` connections.
 
-    Each worker thread takes the next job, waits for its arrival time, asks, and puts a row on a queue;
-    `run`, on the main thread, collects the rows. With arrival times the loop is open: no job waits for
+    Each worker thread takes the next job, waits for its arrival time, asks, and appends a row; `run`, on the
+    main thread, waits for the workers. It takes no rows from them: Ctrl-C could come with one in hand. With arrival times the loop is open: no job waits for
     the answer of another, except when all workers are busy, and then its row says so. `make_check` may
     tolerate what a server is known to leave out.
     """
@@ -50,7 +50,7 @@ class Load:
         self.cpu_seconds = 0.0  # this program's own
         self._settings, self._total, self._began, self._make_check = settings, len(jobs), 0.0, make_check
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # at its end a None for each worker
-        self._done: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # a None from each worker that ends
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # a None from each worker that ends
         self._sockets: dict[str, socket.socket] = {}  # each worker's latest, for `_stop` to shut
         self._kept: dict[str, http.client.HTTPConnection] = {}  # each worker's, between its requests
         self._stopped = threading.Event()
@@ -67,24 +67,22 @@ class Load:
         try:
             for worker in self._workers:
                 worker.start()
-            self._collect()
+            self._wait()
         except KeyboardInterrupt:
             self.is_interrupted = True
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         self._stop()
-        while not self._done.empty():  # requests that ended just as Ctrl-C came
-            self.rows += [row] if (row := self._done.get()) else []
+        self.rows = list(self.rows)  # a connect that hangs may append to the other list yet
         self.cpu_seconds = time.process_time() - cpu_began
         return self
 
-    def _collect(self) -> None:
+    def _wait(self) -> None:
         num_running, shown_seconds, is_terminal = len(self._workers), 0.0, sys.stderr.isatty()
         while num_running:
             with contextlib.suppress(queue.Empty):
-                row = self._done.get(timeout=0.2)
-                num_running -= row is None
-                self.rows += [row] if row else []
+                self._ended.get(timeout=0.2)
+                num_running -= 1
             if (seconds := self._now()) - shown_seconds > (0.2 if is_terminal else 5):
                 shown_seconds = seconds
                 tokens, num_failed = (
@@ -117,11 +115,11 @@ class Load:
                 row, was_busy = self._ask(job, max(0.0, -early_seconds) if was_busy else 0.0), True
                 # What `_stop` cut off is no failure of the server.
                 if row.failure is None or not self._stopped.is_set():
-                    self._done.put(row)
+                    self.rows.append(row)
         finally:
             if kept := self._kept.pop(threading.current_thread().name, None):
                 kept.close()
-            self._done.put(None)
+            self._ended.put(None)
 
     def _ask(self, job: Job, late_seconds: float) -> Row:
         check, sent = self._make_check(replace(self._settings, output_tokens=job.output_tokens)), self._now()
