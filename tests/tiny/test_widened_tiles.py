@@ -22,7 +22,7 @@ from levserve.jit.xla_call import write_kernel
 from levserve.model.backend import Backend
 from levserve.model.cpu import linear
 from levserve.model.cpu.backend import CpuBackend, fit_target
-from levserve.model.cpu.widened_tiles import CHUNK, WidenedNibbles
+from levserve.model.cpu.widened_tiles import MANY_BLOCKS, WidenedNibbles
 from levserve.model.decoder import Decoder
 from levserve.model.int4_blocks import CENTER, FourBits
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
@@ -41,7 +41,7 @@ from tests.tiny.test_int4_blocks import MIXED, TOKENS, random_matrix
 
 FLOAT32 = jnp.dtype(jnp.float32)
 PACKING = CpuBackend(has_products=True, packs_int8=True)
-SHAPES = [(64, 2 * BLOCK), (32, (CHUNK + 2) * BLOCK), (96, CHUNK * BLOCK)]
+SHAPES = [(64, 2 * BLOCK), (32, (MANY_BLOCKS + 2) * BLOCK), (96, MANY_BLOCKS * BLOCK)]
 
 
 def arrange(matrix: FourBits) -> tuple[np.ndarray, np.ndarray]:

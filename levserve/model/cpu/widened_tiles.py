@@ -27,12 +27,13 @@ from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
 PAIR = 2
 """Blocks that are widened together, and outputs: a byte has codes of two blocks, and the next byte those of
 another output."""
-CHUNK = 4 * PAIR
-"""Blocks that are widened before they are multiplied. With twice as many a product took 1.2 times as long."""
+FEW_BLOCKS, MANY_BLOCKS = 2 * PAIR, 4 * PAIR
+"""Blocks that are widened before they are multiplied, for the rows of a step and for more. With twice as many
+a product took 1.2 times as long, and with half as many for more rows 1.1 times."""
 UNROLLED = 8
 """Outputs whose blocks are widened in one pass of a loop."""
 WIDENED = SUMS_BYTES
-SCALES = WIDENED + CHUNK * 2 * TILE_BYTES
+SCALES = WIDENED + MANY_BLOCKS * 2 * TILE_BYTES
 SUMS = SCALES + PAIR * 2 * OUTS * 4
 """Where scratch memory has the widened blocks, their scales as float32, and the sums of all rows, tile by
 tile. Before them it has a step's products row by row, and after them the rows of activations."""
@@ -86,30 +87,33 @@ class WidenedTiles(Bfloat16Rows):
         return self.whole_tiles(num_rows) * (OUTS * 4) + SUMS
 
     def multiply_range(self, builder: Builder, task: ProductTask) -> None:
-        size = self.product.size
         with builder.when(task.num_rows.equals(1)):
             tiles, none = self.tiles(builder, 1), builder.constant(0)
             with tiles.configured():
-                self._multiply(Rows(builder, task, tiles, size, 1, none, none + 1, task.prepared))
+                self._multiply(Rows(builder, task, tiles, 1, none, none + 1, task.prepared), FEW_BLOCKS)
         with builder.when(task.num_rows >= 2):
             tiles, block = self.tiles(builder, TILE_ROWS), self.block_rows
             activations = task.scratch + self._activations(task.num_rows)
             with tiles.configured(), builder.loop(0, task.num_rows, block) as start:
                 stop = (start + block).minimum(task.num_rows)
                 self.arrange(builder, task, (start, stop), activations)
-                self._multiply(Rows(builder, task, tiles, size, TILE_ROWS, start, stop - start, activations))
+                rows = Rows(builder, task, tiles, TILE_ROWS, start, stop - start, activations)
+                with builder.when(task.num_rows < STEP_ROWS + 1):
+                    self._multiply(rows, FEW_BLOCKS)
+                with builder.when(task.num_rows >= STEP_ROWS + 1):
+                    self._multiply(rows, MANY_BLOCKS)
 
-    def _multiply(self, rows: Rows) -> None:
-        """Multiplies the rows with all outputs of the task."""
+    def _multiply(self, rows: Rows, chunk: int) -> None:
+        """Multiplies the rows with all outputs of the task, a few blocks at a time."""
         builder, num_blocks = rows.builder, self.product.num_blocks
         with builder.loop(*rows.task.outs, OUTS) as out:
-            with builder.loop(0, num_blocks, CHUNK) as first:
-                stop = (first + CHUNK).minimum(num_blocks)
+            with builder.loop(0, num_blocks, chunk) as first:
+                stop = (first + chunk).minimum(num_blocks)
                 with builder.loop(first, stop, PAIR) as block:
                     self._widen(builder, rows.task, out, block, block - first)
                 with builder.loop(0, rows.number, STEP_ROWS) as row:
                     for num_tiles in (1,) if rows.columns == 1 else tiles_for(builder, rows.number - row):
-                        rows.add_products(row, num_tiles, (first, stop), is_last=stop >= num_blocks)
+                        rows.add_products(row, num_tiles, (first, stop), num_blocks)
             if rows.columns == 1:
                 rows.task.store(rows.start, out, builder.load(rows.sums, F32, OUTS))
             else:
@@ -166,8 +170,6 @@ class Rows:
     builder: Builder
     task: ProductTask
     tiles: Tiles
-    size: int
-    """Inputs of a row."""
     columns: int
     """Rows that a tile has."""
     start: Value
@@ -182,9 +184,7 @@ class Rows:
     def sums_of(self, row: Value) -> Value:
         return self.sums + row * (OUTS * 4)
 
-    def add_products(
-        self, row: Value, num_tiles: int, blocks: tuple[Value, Value], *, is_last: Value
-    ) -> None:
+    def add_products(self, row: Value, num_tiles: int, blocks: tuple[Value, Value], num_blocks: int) -> None:
         """Adds the products of widened blocks with one or two tiles of rows, from `row` on, to their sums.
 
         If there are no other rows, their sums stay in tiles until the last blocks are added.
@@ -203,10 +203,10 @@ class Rows:
             for half in range(2):
                 tiles.load(4 + half, widened + half * TILE_BYTES, TILE_ROW_BYTES)
             for tile in range(num_tiles):
-                pairs = self.activations + (row + tile * TILE_ROWS) * (2 * self.size)
+                pairs = self.activations + (row + tile * TILE_ROWS) * (2 * BLOCK * num_blocks)
                 tiles.load(6 + tile, pairs + block * (TILE_ROWS * self.columns * WORD), self.columns * WORD)
                 for half in range(2):
                     tiles.add_bfloat16_product(2 * tile + half, 4 + half, 6 + tile)
-        with builder.when(is_last | are_several):
+        with builder.when((stop >= num_blocks) | are_several):
             for tile, place in enumerate(places):
                 tiles.store(tile, place, self.columns * 4)
