@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from levserve.errors import StartupError, startup_error
 from levserve.hosts.frame import Frame, FrameKind
@@ -49,7 +50,7 @@ class Follower:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the end of the connection is expected, because this host ends alone or is refused."""
+        """Whether the connection is expected to end: this host ends alone, is refused, or cannot start."""
         return self._is_stopped
 
     def join(self, identity: Identity) -> None:
@@ -63,6 +64,12 @@ class Follower:
         if not self.is_welcome or not is_orderly:
             self._is_stopped = True
         self.send(FrameKind.LEAVING, int(is_orderly))
+
+    def fail(self, exit_code: int, reason: str) -> None:
+        """Tells host 0 why this host cannot start. Host 0 then ends, for the same reason, and is not lost."""
+        self._is_stopped = True
+        with suppress(PeerLost):
+            self.send(FrameKind.FAILED, exit_code, reason.encode())
 
     def send(self, kind: FrameKind, number: int = 0, payload: bytes = b"") -> None:
         try:

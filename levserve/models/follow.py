@@ -56,8 +56,7 @@ def follow(settings: Settings, engine: Engine, *, report: Callable[[str], None])
         follower.join(identity_of(settings))
         _follow(follower, settings, engine, report=report)
     except StartupError as error:
-        with suppress(PeerLost):
-            follower.send(FrameKind.FAILED, error.exit_code, str(error).encode())
+        follower.fail(error.exit_code, str(error))
         raise
     except PeerLost as error:
         if not follower.is_leaving:  # otherwise the main thread ends this process in an orderly way

@@ -395,11 +395,28 @@ def test_a_follower_that_is_asked_to_end_before_all_are_there_goes_alone(
 def test_a_follower_that_cannot_start_ends_the_start_for_its_reason(error: StartupError) -> None:
     """A supervisor starts neither host again if the reason is a setting: the exit code says so."""
     with joined() as (group, follower):
-        follower.send(FrameKind.FAILED, error.exit_code, str(error).encode())
+        follower.fail(error.exit_code, str(error))
         wait_until(lambda: bool(group.failed), 5)
         assert str(group.failed[0]) == f"host 1 at 127.0.0.1 cannot start: {error}"
         assert type(group.failed[0]) is type(error)
         assert not group.lost
+
+
+def test_a_follower_that_cannot_start_does_not_miss_the_leader_that_ends_for_it() -> None:
+    """Else its process could end with the exit code of a lost host 0, and not with that of its own reason."""
+    lost: list[str] = []
+    with group_of() as group:
+        gathering = group.gather()
+        follower = Follower(group.address, timeout_seconds=10, on_lost=lost.append, on_stop=lambda: None)
+        follower.join(Identity(1, SAME))
+        gathering.join()
+        follower.fail(1, "no weights")
+        assert follower.is_leaving
+    with pytest.raises(PeerLost):
+        follower.take(5)
+    wait_until(lambda: all(thread.name != "levserve-leader" for thread in threading.enumerate()), 5)
+    assert not lost
+    follower.close()
 
 
 def test_followers_are_refused_with_the_exit_code_of_the_reason() -> None:
