@@ -336,13 +336,19 @@ def test_a_follower_that_ends_is_missed_at_once() -> None:
             group.leader.ask(FrameKind.MODEL)
 
 
+def join_telling_losses(group: Group, lost: list[str]) -> Follower:
+    """A follower that the leader has accepted, and that notes here why it lost the leader."""
+    gathering = group.gather()
+    follower = Follower(group.address, timeout_seconds=10, on_lost=lost.append, on_stop=lambda: None)
+    follower.join(Identity(1, SAME))
+    gathering.join()
+    return follower
+
+
 def test_a_leader_that_ends_is_missed_at_once() -> None:
     lost: list[str] = []
     with group_of() as group:
-        gathering = group.gather()
-        follower = Follower(group.address, timeout_seconds=10, on_lost=lost.append, on_stop=lambda: None)
-        follower.join(Identity(1, SAME))
-        gathering.join()
+        follower = join_telling_losses(group, lost)
     wait_until(lambda: bool(lost), 5)
     assert f"host 0 at 127.0.0.1:{group.address[1]} has ended its connection" in lost[0]
     with pytest.raises(PeerLost):
@@ -406,10 +412,7 @@ def test_a_follower_that_cannot_start_does_not_miss_the_leader_that_ends_for_it(
     """Else its process could end with the exit code of a lost host 0, and not with that of its own reason."""
     lost: list[str] = []
     with group_of() as group:
-        gathering = group.gather()
-        follower = Follower(group.address, timeout_seconds=10, on_lost=lost.append, on_stop=lambda: None)
-        follower.join(Identity(1, SAME))
-        gathering.join()
+        follower = join_telling_losses(group, lost)
         follower.fail(1, "no weights")
         assert follower.is_leaving
     with pytest.raises(PeerLost):

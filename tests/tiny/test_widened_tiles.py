@@ -184,7 +184,8 @@ def test_a_cpu_without_matrix_units_refuses_by_name() -> None:
 
 
 def test_other_orders_of_four_bits_are_as_they_were() -> None:
-    assert choose_quantization(NARROW["int8"], PACKING, FLOAT32) is not None
+    plain = choose_quantization(NARROW["int8"], PACKING, FLOAT32)
+    assert plain is not None and plain.four_bit_order((64, 128)) == UNSIGNED_ORDER
     quantization = choose_quantization(NARROW["int8"], PACKING, FLOAT32, widens_four_bits=True)
     assert quantization is not None
     assert quantization.four_bit_order((64, 128)) == WIDENED_ORDER

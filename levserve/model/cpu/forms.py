@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import Product, product_for
 from levserve.model.cpu.widened_tiles import WidenedNibbles
 
+AnyProduct: TypeAlias = Product | WidenedNibbles
+"""What is widened has no product without tiles."""
 MATRICES = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer, in the order in which activations are multiplied with them."""
 
@@ -41,7 +44,7 @@ class Form:
             return Form(weight.dtype, True)
         return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
 
-    def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> Product | WidenedNibbles:
+    def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> AnyProduct:
         """The product with matrices of this form that have `size` inputs.
 
         Activations have two int8 terms with four bits that are not widened; with int8 in blocks they have two

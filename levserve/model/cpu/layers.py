@@ -22,11 +22,10 @@ from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, RunTask, Stage, register
 from levserve.model.cache import INT8, LARGEST_INT8, SMALLEST_SCALE, Place
 from levserve.model.cpu import attention, linear
-from levserve.model.cpu.forms import MATRICES, Form
+from levserve.model.cpu.forms import MATRICES, AnyProduct, Form
 from levserve.model.cpu.heads import AttentionArrays, HeadShape
 from levserve.model.cpu.products import (
     Matrix,
-    Product,
     ProductTask,
     StoreProducts,
 )
@@ -126,7 +125,7 @@ class LayerWriter:
     def __init__(self, shape: ModelShape) -> None:
         self.shape, self.heads = shape, shape.heads
         sizes = dict(zip(MATRICES, (shape.hidden, shape.attended, shape.hidden, shape.intermediate)))
-        self.products: dict[str, list[Product | WidenedNibbles]] = {name: [] for name in MATRICES}
+        self.products: dict[str, list[AnyProduct]] = {name: [] for name in MATRICES}
         for name, form in shape.forms:
             self.products[name].append(form.product(sizes[name], shape.target))
         prepared_bytes = max(product.row_bytes for each in self.products.values() for product in each)
@@ -210,7 +209,7 @@ class LayerWriter:
 
         return run
 
-    def by_tiles(self, product: Product | WidenedNibbles) -> TileProduct | None:
+    def by_tiles(self, product: AnyProduct) -> TileProduct | None:
         shape = self.shape
         return linear.tile_product_for(product, shape.qkv, shape.hidden, 2 * shape.intermediate)
 
@@ -219,7 +218,7 @@ class LayerWriter:
         for product in self.product_of_layer(call, name):
             linear.prepare_row(call.builder, product, self.by_tiles(product), x, scratch, into)
 
-    def product_of_layer(self, call: Call, name: str) -> Iterator[Product | WidenedNibbles]:
+    def product_of_layer(self, call: Call, name: str) -> Iterator[AnyProduct]:
         """Every product with a matrix; the code written for one runs in layers whose matrix has its form."""
         for product in self.products[name]:
             if len(self.products[name]) == 1:
@@ -236,9 +235,8 @@ class LayerWriter:
     def multiply(self, name: str, num_out: int, make_store: MakeStore) -> Stage:
         """Multiplies all prepared rows with a matrix of the layer."""
         first, *_ = self.products[name]
-        way = linear.way_of(
-            first, self.by_tiles(first)
-        )  # all forms of a matrix are divided into the same tasks
+        # All forms of a matrix are divided into the same tasks.
+        way = linear.way_of(first, self.by_tiles(first))
 
         def num_tasks(call: Call) -> Value:
             return linear.num_tasks(way, call.builder.constant(num_out))

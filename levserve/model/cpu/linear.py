@@ -14,7 +14,7 @@ from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
 from levserve.model.cpu.block_products import UnsignedBlocks
 from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
-from levserve.model.cpu.forms import Form
+from levserve.model.cpu.forms import AnyProduct, Form
 from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.prefetch import choose_prefetch
 from levserve.model.cpu.products import (
@@ -73,7 +73,7 @@ def multiply(
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))(*arguments)
 
 
-def tile_product_for(product: Product | WidenedNibbles, *outs: int) -> TileProduct | None:
+def tile_product_for(product: AnyProduct, *outs: int) -> TileProduct | None:
     """The same product with tiles, if the CPU has them and they fit matrices with so many outputs."""
     target = product.target
     if isinstance(product, WidenedNibbles):
@@ -90,7 +90,7 @@ def tile_product_for(product: Product | WidenedNibbles, *outs: int) -> TileProdu
     return None
 
 
-def kernel_for(product: Product | WidenedNibbles, by_tiles: TileProduct | None = None) -> Kernel:
+def kernel_for(product: AnyProduct, by_tiles: TileProduct | None = None) -> Kernel:
     """The kernel for this product, of many rows with tiles. Its shared memory holds the prepared rows."""
 
     def num_rows(call: Call) -> Value:
@@ -130,7 +130,7 @@ def kernel_for(product: Product | WidenedNibbles, by_tiles: TileProduct | None =
     )
 
 
-def way_of(product: Product | WidenedNibbles, by_tiles: TileProduct | None) -> Product | TileProduct:
+def way_of(product: AnyProduct, by_tiles: TileProduct | None) -> Product | TileProduct:
     """The way that decides how a matrix is divided into tasks. What is widened always goes by tiles."""
     if by_tiles is not None:
         return by_tiles
@@ -150,7 +150,7 @@ def load_num_used(call: Call, argument: int) -> Value:
 
 def prepare_row(
     builder: Builder,
-    product: Product | WidenedNibbles,
+    product: AnyProduct,
     by_tiles: TileProduct | None,
     x: Value,
     scratch: Value,
@@ -184,7 +184,7 @@ def _task_outs(way: Product | TileProduct, num_out: Value) -> Value:
 
 
 def multiply_range(
-    builder: Builder, product: Product | WidenedNibbles, by_tiles: TileProduct | None, task: ProductTask
+    builder: Builder, product: AnyProduct, by_tiles: TileProduct | None, task: ProductTask
 ) -> None:
     """Multiplies all prepared rows with a range of the matrix: with tiles, if there are enough rows."""
     num_rows = task.num_rows

@@ -39,19 +39,13 @@ def nibble_product_for(
 
 
 @dataclass(frozen=True)
-class NibbleProduct:
-    """A prepared row of activations has the int8 values of each term and, for each block, a scale, the sum of
-    the block's activations times the scale, and the start value of each term's sums."""
+class NibbleMatrix:
+    """The sizes of a matrix of four bits, in any order."""
 
     size: int
     target: Target
     has_middles: bool
     has_scales: ClassVar[bool] = True
-    order: ClassVar[BlockOrder]
-
-    @property
-    def name(self) -> str:
-        return f"nibbles_{self.order.outs}" + ("_middles" if self.has_middles else "")
 
     @property
     def num_blocks(self) -> int:
@@ -69,6 +63,17 @@ class NibbleProduct:
     def block_scales(self) -> int:
         """Float16 values that each block of an output has: a scale, and possibly a middle."""
         return 2 if self.has_middles else 1
+
+
+class NibbleProduct(NibbleMatrix):
+    """A prepared row of activations has the int8 values of each term and, for each block, a scale, the sum of
+    the block's activations times the scale, and the start value of each term's sums."""
+
+    order: ClassVar[BlockOrder]
+
+    @property
+    def name(self) -> str:
+        return f"nibbles_{self.order.outs}" + ("_middles" if self.has_middles else "")
 
     @property
     def tile_depth(self) -> int:

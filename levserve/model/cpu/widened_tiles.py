@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from levserve.jit.bfloat16 import TABLE, look_up, make_table, odd_indices
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, Builder, Value
-from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, WORD, Tiles
 from levserve.model.cpu.bfloat16_tiles import OUTS, SUMS_BYTES, Bfloat16Rows
 from levserve.model.cpu.block_products import load_scales
+from levserve.model.cpu.nibble_products import NibbleMatrix
 from levserve.model.cpu.prefetch import FROM_MEMORY
 from levserve.model.cpu.products import ProductTask
 from levserve.model.cpu.tile_products import STEP_ROWS, tiles_for
@@ -39,35 +39,12 @@ SUMS = SCALES + PAIR * 2 * OUTS * 4
 tile. Before them it has a step's products row by row, and after them the rows of activations."""
 
 
-@dataclass(frozen=True)
-class WidenedNibbles:
+class WidenedNibbles(NibbleMatrix):
     """A matrix in `WIDENED_ORDER`, and rows of activations in bfloat16."""
-
-    size: int
-    target: Target
-    has_middles: bool
-    has_scales: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
         return "widened" + ("_middles" if self.has_middles else "")
-
-    @property
-    def num_blocks(self) -> int:
-        return self.size // BLOCK
-
-    @property
-    def block_scales(self) -> int:
-        """Float16 values that each block of an output has: a scale, and possibly a middle."""
-        return 2 if self.has_middles else 1
-
-    @property
-    def out_bytes(self) -> int:
-        return self.size // 2
-
-    @property
-    def out_scale_bytes(self) -> int:
-        return self.block_scales * 2 * self.num_blocks
 
     @property
     def row_bytes(self) -> int:
