@@ -18,7 +18,7 @@ from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, WORD, Tile
 from levserve.model.cpu.bfloat16_tiles import OUTS, SUMS_BYTES, Bfloat16Rows
 from levserve.model.cpu.block_products import load_scales
 from levserve.model.cpu.nibble_products import NibbleMatrix
-from levserve.model.cpu.prefetch import FROM_MEMORY
+from levserve.model.cpu.prefetch import FROM_MEMORY, SECOND_LEVEL
 from levserve.model.cpu.products import ProductTask
 from levserve.model.cpu.tile_products import STEP_ROWS, tiles_for
 from levserve.model.int4_blocks import CENTER
@@ -105,10 +105,8 @@ class WidenedTiles(Bfloat16Rows):
         pair_bytes, scale_bytes, pair = OUTS * BLOCK, vectors * OUTS * 2, block // PAIR
         codes = task.matrix.weight + out * product.out_bytes + pair * pair_bytes
         scales = task.matrix.scales + out * product.out_scale_bytes + pair * scale_bytes
-        for line in range(0, pair_bytes, CACHE_LINE_BYTES):
-            builder.prefetch(codes + (FROM_MEMORY + line))
         for line in range(0, scale_bytes, CACHE_LINE_BYTES):
-            builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + line))
+            builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + line), SECOND_LEVEL)
         for vector in range(vectors):
             numbers = load_scales(builder, scales + vector * (OUTS * 2), OUTS) * (1 / SCALE_FACTOR)
             builder.store(task.scratch + (SCALES + vector * OUTS * 4), numbers)
@@ -116,6 +114,8 @@ class WidenedTiles(Bfloat16Rows):
         with builder.loop(0, OUTS, UNROLLED) as first:
             for number in range(0, UNROLLED, PAIR):
                 each = first + number
+                # A line at a time: the CPU waits if more are asked for than it can fetch at once.
+                builder.prefetch(codes + each * BLOCK + FROM_MEMORY, SECOND_LEVEL)
                 packed = builder.load(codes + each * BLOCK, I8, PAIR * BLOCK)
                 floats = task.scratch + each * 4 + SCALES
                 self._widen_two(builder, packed, floats, tiles + each * TILE_ROW_BYTES)
