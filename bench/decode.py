@@ -45,7 +45,7 @@ from levserve.model.config import Activation, ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
-from levserve.model.int8_packing import OFFSET, WIDENED_ORDER, is_packable
+from levserve.model.int8_packing import OFFSET, WIDENED_NIBBLES, is_packable
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import (
@@ -209,7 +209,7 @@ def build(
         dtype,
         in_blocks=options.quantize in IN_BLOCKS,
         four_bits=dict.fromkeys(names, Q4_0) if options.quantize in IN_FOUR_BITS else None,
-        widens_four_bits=options.quantize == WIDENED_NAME,
+        widens_blocks=options.quantize == WIDENED_NAME,
     )
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
@@ -279,7 +279,7 @@ def random_arrays(
             if name in dict(quantization.four_bits):
                 nibbles, is_widened = (
                     random_nibbles(key, shape),
-                    quantization.four_bit_order(shape) == WIDENED_ORDER,
+                    quantization.four_bit_order(shape) == WIDENED_NIBBLES,
                 )
                 arrays[name] = nibbles if is_packed else nibbles.view(quantization.kept)
                 arrays[name] = nibbles.view(jnp.uint16) if is_widened else arrays[name]

@@ -158,7 +158,7 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
         dtype,
         in_blocks=number_format.quantize in IN_BLOCKS,
         four_bits=find_four_bit_matrices(path, config) if number_format.quantize in IN_FOUR_BITS else None,
-        widens_four_bits=number_format.quantize == WIDENED_NAME,
+        widens_blocks=number_format.quantize == WIDENED_NAME,
     )
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)

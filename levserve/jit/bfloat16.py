@@ -10,6 +10,8 @@ from levserve.jit.builder import I16, I32, Builder, Value
 
 HALF, NAN = 0x7FFF, 0x7FC0
 """Just under half of bfloat16's last bit, in the bits of a float32; and the bits of a quiet NaN."""
+HALF_BITS, HALF_BIAS, BIAS = 3, 15, 127
+"""Bits of float16's fraction that bfloat16 does not have; and what their exponents are counted from."""
 TABLE = 16
 """The numbers of a table."""
 
@@ -20,6 +22,17 @@ def round_to_bfloat16(numbers: Value) -> Value:
     rounded = (bits + ((bits >> 16) & 1) + HALF) >> 16
     is_number = numbers >= -math.inf
     return is_number.select(rounded, NAN).convert("trunc", I16)
+
+
+def narrow_halves(halves: Value, exponent: int) -> Value:
+    """The bits of float16 numbers divided by 2 ** `exponent`, rounded to bfloat16; ties go away from 0.
+
+    Takes four instructions: the fraction is rounded and shifted, copies of the sign are removed, and the
+    exponent is counted from elsewhere. So 0 becomes the smallest number, 2 ** -15 before the division.
+    """
+    rounded = halves.convert("bitcast", I16) + (1 << HALF_BITS - 1)
+    sign_copies = (1 << HALF_BITS) - 1 << 15 - HALF_BITS
+    return (rounded.shift_signed(HALF_BITS) & ~sign_copies) + (BIAS - HALF_BIAS - exponent << 10 - HALF_BITS)
 
 
 def make_table(builder: Builder, numbers: Value) -> Value:

@@ -18,7 +18,7 @@ from llvmlite import ir
 from levserve.jit.target import Target
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16, F32 = FLOATS = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 NUM_BYTES = {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8, POINTER: 8}
 ROUNDING_CONSTANT = 1.5 * 2**23
@@ -29,7 +29,7 @@ Function: TypeAlias = ir.Function
 
 
 class Value:
-    """A scalar, vector or pointer in the function being written; operators take integers or float32."""
+    """A scalar, vector or pointer in the function being written; operators take integers or floats."""
 
     def __init__(self, builder: Builder, ir_value: ir.Value) -> None:
         self._builder = builder
@@ -52,13 +52,13 @@ class Value:
                 return self
             offset = other.ir_value if isinstance(other, Value) else ir.Constant(I64, other)
             return self._wrap(self._builder.ir.gep(self.ir_value, [offset], source_etype=I8))
-        return self._binary("fadd" if self.dtype == F32 else "add", other)
+        return self._binary("fadd" if self.dtype in FLOATS else "add", other)
 
     def __sub__(self, other: Value | float) -> Value:
-        return self._binary("fsub" if self.dtype == F32 else "sub", other)
+        return self._binary("fsub" if self.dtype in FLOATS else "sub", other)
 
     def __mul__(self, other: Value | float) -> Value:
-        return self._binary("fmul" if self.dtype == F32 else "mul", other)
+        return self._binary("fmul" if self.dtype in FLOATS else "mul", other)
 
     def __truediv__(self, other: Value | float) -> Value:
         return self._binary("fdiv", other)
@@ -86,6 +86,10 @@ class Value:
     def __rshift__(self, other: Value | int) -> Value:
         """Logical shift: zeros come in from the left."""
         return self._binary("lshr", other)
+
+    def shift_signed(self, count: int) -> Value:
+        """Arithmetic shift to the right: copies of the sign come in from the left."""
+        return self._binary("ashr", count)
 
     def __lt__(self, other: Value | float) -> Value:
         return self._compare("<", other)

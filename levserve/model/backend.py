@@ -340,8 +340,8 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def can_widen_four_bits(self) -> bool:
-        """Whether products can widen matrices of four bits (`int4_blocks`) to bfloat16."""
+    def can_widen_blocks(self) -> bool:
+        """Whether products can widen matrices that have a scale for each block of inputs to bfloat16."""
 
     @abstractmethod
     def packs(self, kept: jnp.dtype) -> bool:

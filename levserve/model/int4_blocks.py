@@ -19,7 +19,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, product_factor
-from levserve.model.int8_packing import SMALLEST, STEPS, WIDENED_ORDER, BlockOrder
+from levserve.model.int8_packing import SMALLEST, STEPS, WIDENED_NIBBLES, BlockOrder
 from levserve.model.packed import Code, Scheme
 
 CENTER = 8
@@ -49,10 +49,10 @@ class FourBits:
         """Bytes [out, in / 2] and scales [out, block], in this order; None: the order of the inputs.
 
         A byte has a code of the first half of its block in its low bits, and the one 16 inputs later above
-        it; in `WIDENED_ORDER` it has one of a block and the one 32 inputs later, which is in the next block.
-        The middle of each block follows its scale.
+        it; in `WIDENED_NIBBLES` it has one of a block and the one 32 inputs later, in the next block. The
+        middle of each block follows its scale.
         """
-        apart = BLOCK if order == WIDENED_ORDER else BLOCK // 2
+        apart = BLOCK if order == WIDENED_NIBBLES else BLOCK // 2
         halves = self.codes.reshape(len(self.codes), -1, 2, apart)
         packed = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(self.codes), -1)
         scales = self.scales
@@ -70,7 +70,7 @@ def takes(scheme: Scheme, num_inputs: int) -> bool:
 
 
 def can_widen(num_inputs: int) -> bool:
-    """Whether rows of a matrix consist of whole pairs of blocks, as `WIDENED_ORDER` needs them."""
+    """Whether rows of a matrix consist of whole pairs of blocks, as `WIDENED_NIBBLES` needs them."""
     return num_inputs % (2 * BLOCK) == 0
 
 

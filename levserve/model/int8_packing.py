@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 OUTS, WORD = 32, 4
 """Outputs that lie together, and how many consecutive values of each."""
 OFFSET = 128
-PAIR_BYTES = 32
-"""Bytes of two blocks of an output, in four bits."""
+UNIT_BYTES = 32
+"""Bytes of an output that stay together where products widen a matrix: a block in eight bits, or two blocks
+in four."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,20 @@ class BlockOrder:
         return scales.reshape(out // self.outs, self.outs, blocks).transpose(0, 2, 1).reshape(out, blocks)
 
 
-class WidenedOrder(BlockOrder):
-    """The order of matrices of four bits that x86's matrix units multiply in bfloat16.
+class WidenedBytesOrder(BlockOrder):
+    """The order of int8 matrices that x86's matrix units multiply in bfloat16: of each 32 outputs, one block
+    of inputs after another."""
+
+    __slots__ = ()
+
+    def pack(self, matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
+        out, size = matrix.shape
+        units = out // self.outs, self.outs, size // UNIT_BYTES, UNIT_BYTES
+        return matrix.view(np.uint8).reshape(units).transpose(0, 2, 1, 3).reshape(out, size)
+
+
+class WidenedNibblesOrder(BlockOrder):
+    """The order of matrices of four bits that are multiplied in the same way.
 
     Of each 32 outputs it has two blocks of inputs after another, and of these two outputs after another,
     whose bytes alternate.
@@ -57,14 +70,16 @@ class WidenedOrder(BlockOrder):
 
     def pack(self, matrix: NDArray[np.generic]) -> NDArray[np.uint8]:
         out, size = matrix.shape
-        pairs = out // self.outs, self.outs // 2, 2, size // PAIR_BYTES, PAIR_BYTES
+        pairs = out // self.outs, self.outs // 2, 2, size // UNIT_BYTES, UNIT_BYTES
         return matrix.view(np.uint8).reshape(pairs).transpose(0, 3, 1, 4, 2).reshape(out, size)
 
 
 SIGNED_ORDER = BlockOrder(outs=4, offset=0)
 """For ARM's instruction: a register holds four outputs."""
 UNSIGNED_ORDER = BlockOrder(outs=OUTS, offset=OFFSET)
-WIDENED_ORDER = WidenedOrder(outs=OUTS, offset=OFFSET)
+WIDENED_BYTES = WidenedBytesOrder(outs=OUTS, offset=0)
+WIDENED_NIBBLES = WidenedNibblesOrder(outs=OUTS, offset=OFFSET)
+"""What is in one of these orders is stored as 16-bit numbers, by which kernels know it."""
 pack = UNSIGNED_ORDER.pack
 """Packs matrices whose rows have one scale."""
 STEPS = 127.0

@@ -25,12 +25,19 @@ from levserve.model.balance import BALANCE, Balanced, can_balance
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, can_widen, has_middles
-from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks
+from levserve.model.int8_blocks import (
+    BLOCK,
+    LARGEST_SCALE,
+    LARGEST_WIDENED_SCALE,
+    MIN_PRODUCT_ROWS,
+    has_blocks,
+)
 from levserve.model.int8_packing import (
     OUTS,
     SMALLEST,
     STEPS,
-    WIDENED_ORDER,
+    WIDENED_BYTES,
+    WIDENED_NIBBLES,
     BlockOrder,
     is_packable,
     pack,
@@ -70,8 +77,9 @@ class Quantization:
     """The order of matrices with scales for blocks; None: that of the inputs."""
     four_bits: tuple[tuple[str, Scheme], ...] = ()
     """The matrices that stay in the four bits of their file, each with its scheme there."""
-    widens_four_bits: bool = False
-    """Whether such matrices are widened to bfloat16 as they are multiplied, if their rows fit."""
+    widens_blocks: bool = False
+    """Whether matrices with scales for blocks are widened to bfloat16 as they are multiplied, but for the
+    head and those whose rows do not fit."""
     refines_logits: bool = False
     """Whether the backend computes the largest logits again (`Backend.refine`)."""
 
@@ -86,7 +94,7 @@ class Quantization:
         A head whose largest logits are computed again has one for each row: with blocks it would need two
         terms of activations, which take twice the time, for a text that is hardly more exact.
         """
-        keeps_codes = bool(self.four_bits) and not self.widens_four_bits
+        keeps_codes = bool(self.four_bits) and not self.widens_blocks
         is_refined = self.refines_logits and not keeps_codes and num_shares == 1
         if name == "head" and is_refined and config.tied_head and not config.head_bias:
             return False
@@ -94,15 +102,23 @@ class Quantization:
 
     def four_bit_order(self, shape: tuple[int, ...]) -> BlockOrder | None:
         """The order of a matrix [out, in] that stays in four bits."""
+        return self._order(shape, WIDENED_NIBBLES)
+
+    def eight_bit_order(self, shape: tuple[int, ...], *, is_head: bool) -> BlockOrder | None:
+        """The order of a matrix [out, in] in int8 with a scale for each block."""
+        return self._order(shape, None if is_head else WIDENED_BYTES)
+
+    def _order(self, shape: tuple[int, ...], widened: BlockOrder | None) -> BlockOrder | None:
         num_rows, columns = shape
-        order = WIDENED_ORDER if self.widens_four_bits and can_widen(columns) else self.block_order
+        is_widened = self.widens_blocks and widened is not None and can_widen(columns)
+        order = widened if is_widened else self.block_order
         return order if order is not None and order.takes(num_rows) else None
 
     def __str__(self) -> str:
+        others = f"{len(self.four_bits)} in the four bits of their file, others in " if self.four_bits else ""
+        if self.widens_blocks:
+            return f"{others}{self.kept}, multiplied in bfloat16"
         scales = f" with a scale for {BLOCK} inputs" if self.has_blocks else ""
-        others = f"{len(self.four_bits)} in the four bits of their file, " if self.four_bits else ""
-        others += "multiplied in bfloat16, " if others and self.widens_four_bits else ""
-        others += "others in " if others else ""
         return f"{others}{self.kept}{scales}, multiplied in {self.widened or self.kept}"
 
 
@@ -113,11 +129,11 @@ def choose_quantization(
     *,
     in_blocks: bool = False,
     four_bits: Mapping[str, Scheme] | None = None,
-    widens_four_bits: bool = False,
+    widens_blocks: bool = False,
 ) -> Quantization | None:
     """How the backend quantizes matrices to the type `kept`, if the others are in `dtype`; None: not at all.
 
-    Matrices named in `four_bits` stay as they are; only some backends can widen them.
+    Matrices named in `four_bits` stay as they are; only some backends can widen blocks.
     """
     if kept is None:
         return None
@@ -129,7 +145,7 @@ def choose_quantization(
         has_blocks=in_blocks and widened is None,
         block_order=backend.block_order,
         four_bits=tuple((four_bits or {}).items()),
-        widens_four_bits=widens_four_bits,
+        widens_blocks=widens_blocks,
         refines_logits=backend.refines_logits,
     )
 
@@ -183,7 +199,7 @@ def quantize_arrays(
                 matrix = array if isinstance(array, Balanced) else _as_it_is(as_rows(array))
                 if quantization.rounds_in_blocks(config, target, matrix.rows.shape[1], num_shares):
                     weight, scale = _quantize_blocks(
-                        matrix.rows, quantization.block_order, pool, num_shares, is_head=target == "head"
+                        matrix.rows, quantization, pool, num_shares, is_head=target == "head"
                     )
                 else:
                     weight, scale = _quantize_rows(matrix, quantization, pool, num_shares)
@@ -290,25 +306,28 @@ def _narrow(matrix: MatrixRows, dtype: jnp.dtype, pool: ThreadPoolExecutor) -> N
 
 def _quantize_blocks(
     matrix: MatrixRows,
-    order: BlockOrder | None,
+    quantization: Quantization,
     pool: ThreadPoolExecutor,
     num_shares: int,
     *,
     is_head: bool,
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The quantized matrix [out, in] and its scales, float16 [out, in / 32]."""
+    """The quantized matrix [out, in], or pairs of its numbers, and its scales, float16 [out, in / 32]."""
     from levserve.model.cpu import host_blocks  # brings LLVM, which a GPU does not need
 
     num_rows, columns = matrix.shape
-    order = order if order is not None and order.takes(num_rows // num_shares) else None
+    order = quantization.eight_bit_order((num_rows // num_shares, columns), is_head=is_head)
+    is_widened = order == WIDENED_BYTES
+    is_rotated = not is_head and not is_widened
+    largest = LARGEST_WIDENED_SCALE if is_widened else LARGEST_SCALE
     is_unsigned = order is not None and order.offset > 0
     quantized = aligned_array((num_rows, columns), np.dtype(np.uint8 if is_unsigned else np.int8))
     scales = aligned_array((num_rows, columns // BLOCK), np.dtype(np.float16))
-    host_blocks.load_functions(is_rotated=not is_head)
+    host_blocks.load_functions(is_rotated=is_rotated)
 
     def quantize_piece(part: slice) -> None:
         rows = matrix.read(part.start, part.stop)
-        integers, scale = host_blocks.round_blocks(rows, is_rotated=not is_head)
+        integers, scale = host_blocks.round_blocks(rows, is_rotated=is_rotated, largest_scale=largest)
         if order is not None:
             scale = order.pack_scales(scale)
         quantized[part] = integers if order is None else order.pack(integers).view(quantized.dtype)
@@ -316,14 +335,14 @@ def _quantize_blocks(
 
     for _ in pool.map(quantize_piece, _pieces(num_rows, columns)):
         pass
-    return quantized, scales
+    return quantized.view(np.uint16) if is_widened else quantized, scales
 
 
 def _pack_four_bits(
     matrix: FourBits, order: BlockOrder | None, pool: ThreadPoolExecutor
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales; or in `WIDENED_ORDER`
-    pairs of bytes."""
+    """The bytes [out, in / 2], signed if the order is for signed bytes, and the scales; or in
+    `WIDENED_NIBBLES` pairs of bytes."""
     rows, columns = matrix.codes.shape
     is_signed = order is not None and not order.offset
     packed = aligned_array((rows, columns // 2), np.dtype(np.int8 if is_signed else np.uint8))
@@ -337,4 +356,4 @@ def _pack_four_bits(
 
     for _ in pool.map(pack_from, range(0, rows, ROWS_PER_TASK)):
         pass
-    return packed.view(np.uint16) if order == WIDENED_ORDER else packed, scales
+    return packed.view(np.uint16) if order == WIDENED_NIBBLES else packed, scales

@@ -182,7 +182,7 @@ class XlaBackend(Backend):
         return None
 
     @property
-    def can_widen_four_bits(self) -> bool:
+    def can_widen_blocks(self) -> bool:
         return False
 
     def packs(self, kept: jnp.dtype) -> bool:

@@ -331,7 +331,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
             dtype,
             in_blocks=quantize in IN_BLOCKS,
             four_bits=choose_four_bits(quantize, files.path, config, mesh_size),
-            widens_four_bits=quantize == WIDENED_NAME,
+            widens_blocks=quantize == WIDENED_NAME,
         ),
         backend=backend,
         backend_reason=reason,

@@ -149,7 +149,7 @@ class CpuBackend(XlaBackend):
         return UNSIGNED_ORDER if self.packs_int8 else SIGNED_ORDER
 
     @property
-    def can_widen_four_bits(self) -> bool:
+    def can_widen_blocks(self) -> bool:
         return self.packs_int8 and self.target.has_amx_bf16
 
     def packs(self, kept: jnp.dtype) -> bool:
@@ -183,7 +183,10 @@ class CpuBackend(XlaBackend):
         return None
 
     def _has_product_with(self, weight: jax.Array, scale: jax.Array | None) -> bool:
-        if scale is None or not Form.of(weight, scale).has_four_bits:
+        form = Form.of(weight, scale)
+        if form.is_widened:
+            return True
+        if not form.has_four_bits:
             return self._has_product(weight.shape, weight.dtype)
         return self.block_order is not None and self.block_order.takes(len(weight))
 

@@ -14,9 +14,9 @@ from levserve.model import int4_blocks
 from levserve.model.cpu.block_products import block_product_for
 from levserve.model.cpu.nibble_products import nibble_product_for
 from levserve.model.cpu.products import Product, product_for
-from levserve.model.cpu.widened_tiles import WidenedNibbles
+from levserve.model.cpu.widened_matrices import WidenedBytes, WidenedMatrix, WidenedNibbles
 
-AnyProduct: TypeAlias = Product | WidenedNibbles
+AnyProduct: TypeAlias = Product | WidenedMatrix
 """What is widened has no product without tiles."""
 MATRICES = ("qkv", "out", "gate_up", "down")
 """The matrices of a layer, in the order in which activations are multiplied with them."""
@@ -27,8 +27,8 @@ class Form:
     """How a matrix is stored, whatever its size."""
 
     dtype: jnp.dtype
-    """bfloat16; int8 or uint8, for instructions that take a signed or an unsigned matrix; or uint16, for four
-    bits that are widened."""
+    """bfloat16; int8 or uint8, for instructions that take a signed or an unsigned matrix; or uint16, for a
+    matrix that is widened."""
     has_blocks: bool = False
     """Whether each block of inputs has a scale."""
     has_four_bits: bool = False
@@ -44,19 +44,25 @@ class Form:
             return Form(weight.dtype, True)
         return Form(weight.dtype, True, True, int4_blocks.are_middles(*shapes))
 
+    @property
+    def is_widened(self) -> bool:
+        """Whether only products by matrix units can read it."""
+        return self.dtype == jnp.uint16
+
     def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> AnyProduct:
         """The product with matrices of this form that have `size` inputs.
 
-        Activations have two int8 terms with four bits that are not widened; with int8 in blocks they have two
-        if `in_two_terms`, and otherwise one.
+        Activations have two int8 terms with four bits that are not widened; with int8 in blocks that are not
+        they have two if `in_two_terms`, and otherwise one.
         """
         if not self.has_blocks:
             return product_for(self.dtype, size, target)
+        if self.is_widened:
+            kept = self.has_four_bits
+            return WidenedNibbles(size, target, self.has_middles) if kept else WidenedBytes(size, target)
         is_signed = self.dtype == jnp.int8
         if not self.has_four_bits:
             return block_product_for(size, target, is_signed=is_signed, in_two_terms=in_two_terms)
-        if self.dtype == jnp.uint16:
-            return WidenedNibbles(size, target, self.has_middles)
         return nibble_product_for(size, target, is_signed=is_signed, has_middles=self.has_middles)
 
 

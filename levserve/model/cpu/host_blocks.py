@@ -23,7 +23,7 @@ BLOCK_BYTES = 4 * BLOCK
 
 
 def round_blocks(
-    rows: NDArray[np.float32], *, is_rotated: bool
+    rows: NDArray[np.float32], *, is_rotated: bool, largest_scale: float = LARGEST_SCALE
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Rows [out, in] as int8, and their scales [out, in / 32], multiplied by `SCALE_FACTOR`.
 
@@ -34,7 +34,7 @@ def round_blocks(
     scale = np.empty((len(rows), rows.shape[1] // BLOCK), np.float32)
     _scaling(is_rotated, target)(rows, scale, num_blocks)
     scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
-    if not scale.max() <= LARGEST_SCALE:  # or NaN
+    if not scale.max() <= largest_scale:  # or NaN
         raise ValueError(
             f"a matrix has a value of {np.abs(rows).max():.0f}, too large for int8 with block scales"
         )

@@ -31,7 +31,7 @@ from levserve.model.cpu.products import (
 )
 from levserve.model.cpu.softmax import exp
 from levserve.model.cpu.tile_products import PADDING_ROWS, RowPlace, TileProduct
-from levserve.model.cpu.widened_tiles import WidenedNibbles
+from levserve.model.cpu.widened_matrices import WidenedMatrix
 from levserve.model.rotary import Angles
 
 LANES = 16
@@ -227,7 +227,7 @@ class LayerWriter:
             width = call.argument_size(self.argument_index(call, name), 1)
             scales = call.argument_size(self.argument_index(call, f"{name}_scale"), 1)
             # Bytes of one output: such matrices have elements of one byte or two, and scales of two bytes.
-            width = width * (2 if isinstance(product, WidenedNibbles) else 1)
+            width = width * (2 if isinstance(product, WidenedMatrix) else 1)
             is_form = (width + scales * 2).equals(product.out_bytes + product.out_scale_bytes)
             with call.builder.when(is_form):
                 yield product

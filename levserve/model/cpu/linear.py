@@ -28,7 +28,8 @@ from levserve.model.cpu.products import (
     Tile,
 )
 from levserve.model.cpu.tile_products import PADDING_ROWS, Int8Tiles, RowPlace, TileProduct
-from levserve.model.cpu.widened_tiles import WidenedNibbles, WidenedTiles
+from levserve.model.cpu.widened_matrices import WidenedMatrix
+from levserve.model.cpu.widened_tiles import WidenedTiles
 
 MIN_TASK_OUTS, MAX_TASK_OUTS = 32, 1024
 """Bounds on how many outputs, which are rows of the matrix, one task computes."""
@@ -63,7 +64,7 @@ def multiply(
 
     With int8, packed or not, the result is that of `multiply_rotated`, or of `multiply_blocks` if blocks have
     scales; with four bits it is that of `multiply_nibbles`. With bfloat16, which has no scale, it is computed
-    in float32; tiles first round x to bfloat16. So do those that widen four bits to bfloat16.
+    in float32; tiles first round x to bfloat16. So do those that widen a matrix to bfloat16.
     """
     out = weight.shape[0]
     product = Form.of(weight, scale).product(x.shape[1], target, in_two_terms=in_two_terms)
@@ -76,7 +77,7 @@ def multiply(
 def tile_product_for(product: AnyProduct, *outs: int) -> TileProduct | None:
     """The same product with tiles, if the CPU has them and they fit matrices with so many outputs."""
     target = product.target
-    if isinstance(product, WidenedNibbles):
+    if isinstance(product, WidenedMatrix):
         return WidenedTiles(product)
     if isinstance(product, PackedProduct) and target.has_amx_int8:
         return Int8Tiles(product)
@@ -134,7 +135,7 @@ def way_of(product: AnyProduct, by_tiles: TileProduct | None) -> Product | TileP
     """The way that decides how a matrix is divided into tasks. What is widened always goes by tiles."""
     if by_tiles is not None:
         return by_tiles
-    assert not isinstance(product, WidenedNibbles)
+    assert not isinstance(product, WidenedMatrix)
     return product
 
 
@@ -160,7 +161,7 @@ def prepare_row(
     if by_tiles is not None:
         by_tiles.prepare(builder, x, scratch, into)
         return
-    assert not isinstance(product, WidenedNibbles)
+    assert not isinstance(product, WidenedMatrix)
     start = into.prepared + into.row * product.row_bytes
     product.prepare(builder, x, scratch, PreparedRow(start, start + product.size))
 
@@ -196,7 +197,7 @@ def multiply_range(
             return
         num_rows = is_many.select(builder.constant(0), num_rows)
 
-    assert not isinstance(product, WidenedNibbles)
+    assert not isinstance(product, WidenedMatrix)
     tile_rows = product.tile_rows
     row_block_bytes = ROW_BLOCK_BYTES[product.target.arch]
     block = max(1, row_block_bytes // (product.row_bytes * tile_rows)) * tile_rows

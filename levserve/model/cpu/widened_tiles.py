@@ -1,10 +1,8 @@
-"""Multiplies rows on matrix units (AMX) with a matrix of four bits, which is widened to bfloat16 as it is
-read.
+"""Multiplies rows on matrix units (AMX) with a matrix that is widened to bfloat16 as it is read.
 
-The 32 numbers of a block have 16 possible values. These are computed and rounded to bfloat16, and then each
-code is looked up in this table. A few blocks of 32 outputs are widened at a time, and multiplied with all
-rows of activations while they are in the first-level cache. The rest is as with a matrix that is stored in
-bfloat16: a row gets bit-identical results alone and beside others.
+A few blocks of 32 outputs are widened at a time, and multiplied with all rows of activations while they are
+in the first-level cache. The rest is as with a matrix that is stored in bfloat16: a row gets bit-identical
+results alone and beside others.
 """
 
 from __future__ import annotations
@@ -12,26 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from levserve.jit.bfloat16 import TABLE, look_up, make_table, odd_indices
-from levserve.jit.builder import CACHE_LINE_BYTES, F32, I8, Builder, Value
+from levserve.jit.builder import CACHE_LINE_BYTES, F32, Builder, Value
 from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, WORD, Tiles
 from levserve.model.cpu.bfloat16_tiles import OUTS, SUMS_BYTES, Bfloat16Rows
-from levserve.model.cpu.block_products import load_scales
-from levserve.model.cpu.nibble_products import NibbleMatrix
 from levserve.model.cpu.prefetch import FROM_MEMORY, SECOND_LEVEL
 from levserve.model.cpu.products import ProductTask
 from levserve.model.cpu.tile_products import STEP_ROWS, tiles_for
-from levserve.model.int4_blocks import CENTER
-from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
+from levserve.model.cpu.widened_matrices import LINE_BYTES, PAIR, WidenedMatrix
+from levserve.model.int8_blocks import BLOCK
 
-PAIR = 2
-"""Blocks that are widened together, and outputs: a byte has codes of two blocks, and the next byte those of
-another output."""
 FEW_BLOCKS, MANY_BLOCKS = 2 * PAIR, 4 * PAIR
 """Blocks that are widened before they are multiplied, for the rows of a step and for more. With twice as many
 a product took 1.2 times as long, and with half as many for more rows 1.1 times."""
-UNROLLED = 8
-"""Outputs whose blocks are widened in one pass of a loop."""
+UNROLLED = 4
+"""Lines that are widened in one pass of a loop."""
 WIDENED = SUMS_BYTES
 SCALES = WIDENED + MANY_BLOCKS * 2 * TILE_BYTES
 SUMS = SCALES + PAIR * 2 * OUTS * 4
@@ -39,21 +31,9 @@ SUMS = SCALES + PAIR * 2 * OUTS * 4
 tile. Before them it has a step's products row by row, and after them the rows of activations."""
 
 
-class WidenedNibbles(NibbleMatrix):
-    """A matrix in `WIDENED_ORDER`, and rows of activations in bfloat16."""
-
-    @property
-    def name(self) -> str:
-        return "widened" + ("_middles" if self.has_middles else "")
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.size
-
-
 @dataclass(frozen=True)
 class WidenedTiles(Bfloat16Rows):
-    product: WidenedNibbles
+    product: WidenedMatrix
     tasks_per_thread: ClassVar[int] = 3
 
     def scratch_bytes(self, num_rows: Value) -> Value:
@@ -102,42 +82,19 @@ class WidenedTiles(Bfloat16Rows):
         """Writes a pair of blocks of 32 outputs as tiles; `place` is their number among the widened ones."""
         product, vectors = self.product, PAIR * self.product.block_scales
         assert task.matrix.scales is not None
-        pair_bytes, scale_bytes, pair = OUTS * BLOCK, vectors * OUTS * 2, block // PAIR
+        pair_bytes, scale_bytes, pair = product.pair_bytes, vectors * OUTS * 2, block // PAIR
         codes = task.matrix.weight + out * product.out_bytes + pair * pair_bytes
         scales = task.matrix.scales + out * product.out_scale_bytes + pair * scale_bytes
-        for line in range(0, scale_bytes, CACHE_LINE_BYTES):
-            builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + line), SECOND_LEVEL)
-        for vector in range(vectors):
-            numbers = load_scales(builder, scales + vector * (OUTS * 2), OUTS) * (1 / SCALE_FACTOR)
-            builder.store(task.scratch + (SCALES + vector * OUTS * 4), numbers)
+        for at in range(0, scale_bytes, CACHE_LINE_BYTES):
+            builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + at), SECOND_LEVEL)
+        numbers = product.read_scales(builder, scales, task.scratch + SCALES)
         tiles = task.scratch + place * (2 * TILE_BYTES) + WIDENED
-        with builder.loop(0, OUTS, UNROLLED) as first:
-            for number in range(0, UNROLLED, PAIR):
-                each = first + number
+        with builder.loop(0, pair_bytes // LINE_BYTES, UNROLLED) as first:
+            for each in range(UNROLLED):
+                line = first + each
                 # A line at a time: the CPU waits if more are asked for than it can fetch at once.
-                builder.prefetch(codes + each * BLOCK + FROM_MEMORY, SECOND_LEVEL)
-                packed = builder.load(codes + each * BLOCK, I8, PAIR * BLOCK)
-                floats = task.scratch + each * 4 + SCALES
-                self._widen_two(builder, packed, floats, tiles + each * TILE_ROW_BYTES)
-
-    def _widen_two(self, builder: Builder, packed: Value, scales: Value, into: Value) -> None:
-        """Widens a pair of blocks of two outputs, whose scales are at `scales` and 4 bytes later."""
-        for block, codes in enumerate((packed << 4, packed)):
-            indices = odd_indices(builder, codes)
-            of_block = scales + block * self.product.block_scales * (OUTS * 4)
-            for out, places in enumerate((indices, indices >> 8)):
-                table = self._table(builder, of_block + out * 4)
-                row = into + block * (2 * TILE_BYTES) + out * TILE_ROW_BYTES
-                builder.store(row, look_up(builder, table, places))
-
-    def _table(self, builder: Builder, scales: Value) -> Value:
-        """The values that a number of a block can have."""
-        steps = (builder.lane_numbers(TABLE) - CENTER).convert("sitofp", F32)
-        scale, *middles = (
-            builder.load(scales + at * (OUTS * 4), F32).splat(TABLE)
-            for at in range(self.product.block_scales)
-        )
-        return make_table(builder, steps.multiply_add(scale, middles[0]) if middles else steps * scale)
+                builder.prefetch(codes + line * LINE_BYTES + FROM_MEMORY, SECOND_LEVEL)
+                product.widen_line(builder, codes, line, numbers, tiles)
 
 
 @dataclass(frozen=True)
