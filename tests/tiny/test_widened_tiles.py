@@ -43,6 +43,7 @@ from tests.tiny.test_int4_blocks import MIXED, TOKENS, random_matrix
 FLOAT32 = jnp.dtype(jnp.float32)
 PACKING = CpuBackend(has_products=True, packs_int8=True)
 KINDS = ["four bits", "four bits with middles", "eight bits"]
+MOSTLY_EIGHT_BITS = dict.fromkeys(("attn_q.weight", "ffn_gate.weight", "ffn_down.weight"), Kind.Q8_0)
 SHAPES = [(64, 2 * BLOCK), (32, (MANY_BLOCKS + 2) * BLOCK), (96, MANY_BLOCKS * BLOCK)]
 
 
@@ -161,7 +162,7 @@ def test_code_for_matrix_units_has_their_instruction_for_bfloat16() -> None:
 
 @pytest.mark.parametrize("runs_layers", [True, False], ids=["all layers in one call", "one by one"])
 def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool, tmp_path: Path) -> None:
-    """Measured: 0.01."""
+    """Measured: 0.047. With all matrices in bfloat16, computed by XLA, it is 0.038."""
     path = quantized_file(tmp_path, MIXED, Kind.Q4_1)
     config, backend = read_config(path), replace(PACKING, runs_layers=runs_layers)
     quantization = choose_quantization(
@@ -186,14 +187,14 @@ def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool,
     plain = load_arrays(path, config, FLOAT32, report=print)
     exact = score(Decoder.from_arrays(config, plain, backend=XLA_ON_CPU))
     served = score(Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization))
-    print(np.abs(served - exact).mean())
-    assert 0 < np.abs(served - exact).mean() < 0.05
+    assert 0 < np.abs(served - exact).mean() < 0.06
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "backend", "expected"),
     [
-        ((), MIXED, fit_target(NAMED["amx"]), "auto"),
+        ((), MIXED, fit_target(NAMED["amx"]), WIDENED_NAME),
+        ((), MOSTLY_EIGHT_BITS, fit_target(NAMED["amx"]), "auto"),
         ((), Kind.Q4_0, fit_target(NAMED["amx"]), WIDENED_NAME),
         ((), Kind.Q4_1, fit_target(NAMED["amx"]), WIDENED_NAME),
         ((), Kind.Q8_0, fit_target(NAMED["amx"]), "auto"),
