@@ -45,7 +45,7 @@ from levserve.model.config import Activation, ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
-from levserve.model.int8_packing import OFFSET, WIDENED_NIBBLES, is_packable
+from levserve.model.int8_packing import OFFSET, WIDENED_BYTES, WIDENED_NIBBLES, is_packable
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import (
@@ -53,10 +53,10 @@ from levserve.model.quantize import (
     IN_BLOCKS,
     IN_FOUR_BITS,
     NARROW,
-    WIDENED_NAME,
     Quantization,
     choose_quantization,
     is_quantized,
+    widens_blocks,
 )
 from levserve.model.rules import Mode
 from levserve.model.select import choose_backend
@@ -209,7 +209,7 @@ def build(
         dtype,
         in_blocks=options.quantize in IN_BLOCKS,
         four_bits=dict.fromkeys(names, Q4_0) if options.quantize in IN_FOUR_BITS else None,
-        widens_blocks=options.quantize == WIDENED_NAME,
+        widens_blocks=widens_blocks(options.quantize, backend),
     )
     arrays = random_arrays(config, dtype, quantization)
     storage = backend.kv_storage(kv_dtype)
@@ -287,7 +287,11 @@ def random_arrays(
                 continue
             in_blocks = quantization.rounds_in_blocks(config, name, shape[1])
             arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
-            arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET if is_packed else arrays[name]
+            order = quantization.eight_bit_order(shape, is_head=name == "head") if in_blocks else None
+            if order == WIDENED_BYTES:
+                arrays[name] = arrays[name].view(jnp.uint16)
+            elif is_packed:
+                arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET
             arrays[f"{name}_scale"] = per_block if in_blocks else per_row
     return arrays
 

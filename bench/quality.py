@@ -43,9 +43,9 @@ from levserve.model.quantize import (
     IN_BLOCKS,
     IN_FOUR_BITS,
     NARROW,
-    WIDENED_NAME,
     choose_quantization,
     keep_in_fp8,
+    widens_blocks,
 )
 from levserve.model.select import choose_backend
 from levserve.settings.parse import parse_settings
@@ -158,7 +158,7 @@ def score(path: Path, config: ModelConfig, tokens: list[int], number_format: For
         dtype,
         in_blocks=number_format.quantize in IN_BLOCKS,
         four_bits=find_four_bit_matrices(path, config) if number_format.quantize in IN_FOUR_BITS else None,
-        widens_blocks=number_format.quantize == WIDENED_NAME,
+        widens_blocks=widens_blocks(number_format.quantize, backend),
     )
     arrays = load_arrays(path, config, dtype, report=lambda _: None, quantization=quantization)
     model = Decoder.from_arrays(config, arrays, backend=backend, quantization=quantization)

@@ -122,6 +122,11 @@ class Quantization:
         return f"{others}{self.kept}{scales}, multiplied in {self.widened or self.kept}"
 
 
+def widens_blocks(quantize: str, backend: Backend) -> bool:
+    """Whether products widen the matrices of this format; int4 is offered only where they can."""
+    return quantize == WIDENED_NAME or (quantize == BLOCKS_NAME and backend.can_widen_blocks)
+
+
 def choose_quantization(
     kept: jnp.dtype | None,
     backend: Backend,

@@ -31,10 +31,10 @@ from levserve.model.quantize import (
     BLOCKS_NAME,
     IN_BLOCKS,
     IN_FOUR_BITS,
-    WIDENED_NAME,
     Quantization,
     choose_quantization,
     quantized_bytes,
+    widens_blocks,
 )
 from levserve.model.select import choose_backend
 from levserve.model.sharding import Shards, local_config
@@ -331,7 +331,7 @@ def describe(settings: Settings, files: ModelFiles) -> Description:
             dtype,
             in_blocks=quantize in IN_BLOCKS,
             four_bits=choose_four_bits(quantize, files.path, config, mesh_size),
-            widens_blocks=quantize == WIDENED_NAME,
+            widens_blocks=widens_blocks(quantize, backend) and mesh_size == 1,
         ),
         backend=backend,
         backend_reason=reason,

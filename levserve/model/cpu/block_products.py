@@ -13,8 +13,6 @@ from typing import ClassVar
 
 from levserve.jit.builder import F16, F32, I8, I16, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.target import Target
-from levserve.jit.tiles import TILE_ROW_BYTES
-from levserve.model.cpu.block_places import BlockPlaces
 from levserve.model.cpu.prefetch import FROM_MEMORY
 from levserve.model.cpu.products import PreparedRow, Tile
 from levserve.model.cpu.rotation import rotate_block
@@ -32,8 +30,6 @@ from levserve.model.int8_packing import (
 START = 0x4B400000
 """The bits of `ROUNDING_CONSTANT`. A block's sum is below 2 ** 22, so only the last bits change."""
 WORDS = BLOCK // WORD
-SCALE, STARTS = range(2)
-"""The words that a block of a prepared row has: its scale and the start value of its sums."""
 
 
 def block_product_for(
@@ -122,15 +118,6 @@ class BlockProduct:
         return self.num_terms * self.term_bytes
 
     def prepare(self, builder: Builder, x: Value, scratch: Value, into: PreparedRow) -> None:
-        self.prepare_blocks(builder, x, scratch, self.plain_places(builder, into.start))
-
-    def plain_places(self, builder: Builder, row: Value) -> BlockPlaces:
-        strides = BLOCK, self.term_bytes
-        return BlockPlaces.at(
-            builder, row, strides, row + self.size, (4, self.term_bytes, 4 * self.num_blocks)
-        )
-
-    def prepare_blocks(self, builder: Builder, x: Value, scratch: Value, places: BlockPlaces) -> None:
         """Prepares a row in three passes: in one, each block would wait for its largest number and two
         divisions."""
         lanes, is_rotated = min(self.target.lanes, BLOCK), self.num_terms == 1
@@ -155,30 +142,22 @@ class BlockProduct:
             scale, inverse = (builder.load(each + block * 4, F32) for each in (scales, inverses))
             steps = builder.load(numbers + block * (4 * BLOCK), F32, BLOCK) * inverse.splat(BLOCK)
             for term in range(self.num_terms):
+                start = into.start + term * self.term_bytes
+                word = start + block * 4 + self.size
                 rounded = steps + ROUNDING_CONSTANT
                 integers = rounded.convert("bitcast", I32).convert("trunc", I8)
-                builder.store(places.numbers_of(block, term), integers)
-                builder.store(places.word_of(block, SCALE, term), scale * (factor / SECOND_TERM**term))
+                builder.store(start + block * BLOCK, integers)
+                builder.store(word, scale * (factor / SECOND_TERM**term))
                 if self.order.offset:
                     # x86 adds up unsigned bytes with one instruction.
                     total = (integers ^ -OFFSET).convert("zext", I32).reduce_sum() - OFFSET * BLOCK
                     total = total * -self.order.offset + START
-                    builder.store(places.word_of(block, STARTS, term), total)
+                    builder.store(word + 4 * self.num_blocks, total)
                 steps = (steps - (rounded - ROUNDING_CONSTANT)) * SECOND_TERM
 
     def _block_floats(self, builder: Builder) -> Value:
         """Memory for a float32 of each block, in whole vectors."""
         return builder.stack_words((self.num_blocks + BLOCK - 1) // BLOCK * (BLOCK // 2))
-
-    @property
-    def tile_depth(self) -> int:
-        """Bytes of a block in a row of a tile."""
-        return BLOCK
-
-    @property
-    def block_scales(self) -> int:
-        """Float16 values that each block of an output has."""
-        return 1
 
     def add_terms(self, sums: list[Value]) -> list[Value]:
         """Adds up the terms of each row: one vector for each row."""
@@ -240,12 +219,6 @@ class UnsignedBlocks(BlockProduct):
     def tile_rows(self) -> int:
         rows = 6 if self.target.vector_bytes == 64 else 2  # 24 of 32 registers; or 16 of 16, some spilled
         return rows // self.num_terms
-
-    def write_tile(self, builder: Builder, group: Value, into: Value) -> None:
-        """Writes a block of 16 outputs, which begins at `group`, as a tile of signed numbers."""
-        for word in range(WORDS):
-            numbers = builder.load(group + word * (self.tile_outs * WORD), I8, TILE_ROW_BYTES)
-            builder.store(into + word * TILE_ROW_BYTES, numbers ^ -OFFSET)
 
     def multiply(self, builder: Builder, tile: Tile) -> list[Value]:
         terms = [tile.prepared + index * self.term_bytes for index in range(tile.num_rows * self.num_terms)]

@@ -12,10 +12,9 @@ from levserve.jit.builder import Builder, Value
 from levserve.jit.target import Target
 from levserve.jit.xla_call import Call, Kernel, Stage, num_threads, register
 from levserve.model.cpu.bfloat16_tiles import DEPTH, Bfloat16Tiles
-from levserve.model.cpu.block_products import UnsignedBlocks
-from levserve.model.cpu.block_tiles import Int8BlockTiles, NibbleTiles
 from levserve.model.cpu.forms import AnyProduct, Form
 from levserve.model.cpu.nibble_products import UnsignedNibbles
+from levserve.model.cpu.nibble_tiles import NibbleTiles
 from levserve.model.cpu.prefetch import choose_prefetch
 from levserve.model.cpu.products import (
     INT8_LANES,
@@ -83,8 +82,6 @@ def tile_product_for(product: AnyProduct, *outs: int) -> TileProduct | None:
         return Int8Tiles(product)
     if isinstance(product, UnsignedNibbles) and target.has_amx_int8:
         return NibbleTiles(product)
-    if isinstance(product, UnsignedBlocks) and target.has_amx_int8 and Int8BlockTiles.are_for(product):
-        return Int8BlockTiles(product)
     fits = product.size % DEPTH == 0 and all(out % Bfloat16Tiles.tile_outs == 0 for out in outs)
     if isinstance(product, Bfloat16Product) and target.has_amx_bf16 and fits:
         return Bfloat16Tiles(product)

@@ -22,7 +22,7 @@ from levserve.model.int8_blocks import BLOCK
 FEW_BLOCKS, MANY_BLOCKS = 2 * PAIR, 4 * PAIR
 """Blocks that are widened before they are multiplied, for the rows of a step and for more. With twice as many
 a product took 1.2 times as long, and with half as many for more rows 1.1 times."""
-UNROLLED = 4
+UNROLLED = 8
 """Lines that are widened in one pass of a loop."""
 WIDENED = SUMS_BYTES
 SCALES = WIDENED + MANY_BLOCKS * 2 * TILE_BYTES
@@ -87,7 +87,8 @@ class WidenedTiles(Bfloat16Rows):
         scales = task.matrix.scales + out * product.out_scale_bytes + pair * scale_bytes
         for at in range(0, scale_bytes, CACHE_LINE_BYTES):
             builder.prefetch(scales + (FROM_MEMORY // pair_bytes * scale_bytes + at), SECOND_LEVEL)
-        numbers = product.read_scales(builder, scales, task.scratch + SCALES)
+        numbers = task.scratch + SCALES
+        product.read_scales(builder, scales, numbers)
         tiles = task.scratch + place * (2 * TILE_BYTES) + WIDENED
         with builder.loop(0, pair_bytes // LINE_BYTES, UNROLLED) as first:
             for each in range(UNROLLED):

@@ -1,10 +1,10 @@
-"""Multiplies many rows on matrix units (AMX) with matrices that have a scale for every 32 inputs.
+"""Multiplies many rows on matrix units (AMX) with matrices of four bits, in integers (`int4_blocks`).
 
 Results are bit-identical to those of the products without tiles, so a row gets the same result alone and
 beside others. A tile has one block of 16 outputs, as signed numbers, and is multiplied with the same block of
 16 rows. The sums are stored in memory that stays in the first-level cache, and then scaled and added up as
-without tiles. With four bits, both terms of activations are in one tile: a row of the matrix has its numbers
-multiplied by `int4_blocks.SECOND_TERM` for the first term, and then as they are for the second.
+without tiles. Both terms of activations are in one tile: a row of the matrix has its numbers multiplied by
+`int4_blocks.SECOND_TERM` for the first term, and then as they are for the second.
 
 A few blocks of 32 outputs are widened at a time, for all rows. They stay in the first-level cache too,
 together with the same blocks of a tile of rows.
@@ -18,7 +18,7 @@ from typing import ClassVar
 from levserve.jit.builder import CACHE_LINE_BYTES, F32, I32, Builder, Value, Variable
 from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, Tiles, TileShape
 from levserve.model.cpu.block_places import BlockPlaces
-from levserve.model.cpu.block_products import UnsignedBlocks, load_scales
+from levserve.model.cpu.block_products import load_scales
 from levserve.model.cpu.nibble_products import UnsignedNibbles
 from levserve.model.cpu.prefetch import FROM_MEMORY
 from levserve.model.cpu.products import ProductTask
@@ -28,22 +28,20 @@ from levserve.model.int8_packing import OUTS, WORD
 
 SUMS, ROWS, WEIGHTS = range(3)
 """The numbers of the tiles."""
-MIN_SIZE = 2048
-"""An int8 matrix with fewer inputs than this does not use tiles."""
 SUM_BYTES = OUTS * 4
 """Bytes of the totals of a row's outputs, in scratch memory."""
 
 
 @dataclass(frozen=True)
-class BlockTiles:
+class NibbleTiles:
     """Scratch memory has a tile of sums, the widened blocks, their scales, and the rows' totals."""
 
-    product: UnsignedBlocks | UnsignedNibbles
-    min_rows: ClassVar[int]
-    chunk: ClassVar[int]
+    product: UnsignedNibbles
+    min_rows: ClassVar[int] = 16
+    chunk: ClassVar[int] = 4
     """Blocks that are widened at a time."""
     tile_outs: ClassVar[int] = OUTS
-    tasks_per_thread: ClassVar[int] = UnsignedBlocks.tasks_per_thread
+    tasks_per_thread: ClassVar[int] = UnsignedNibbles.tasks_per_thread
 
     @property
     def rows_bytes(self) -> int:
@@ -136,29 +134,13 @@ class BlockTiles:
                 builder.store(task.scratch + floats + index * self.scale_bytes + at * SUM_BYTES, numbers)
 
 
-class NibbleTiles(BlockTiles):
-    min_rows: ClassVar[int] = 16
-    chunk: ClassVar[int] = 4
-
-
-class Int8BlockTiles(BlockTiles):
-    min_rows: ClassVar[int] = 32
-    chunk: ClassVar[int] = 16
-
-    @staticmethod
-    def are_for(product: UnsignedBlocks) -> bool:
-        """Whether tiles pay: with fewer inputs the product without them is as fast, because its rows stay in
-        the first-level cache. Activations in two terms, which only the head has, do not use tiles."""
-        return product.size >= MIN_SIZE and product.num_terms == 1
-
-
 @dataclass(frozen=True)
 class ChunkAdder:
     """Adds the products of a few blocks of 16 outputs with a tile of rows to their totals."""
 
     builder: Builder
     tiles: Tiles
-    way: BlockTiles
+    way: NibbleTiles
     scratch: Value
     rows: Value
     """Where the tiles of these rows begin."""
