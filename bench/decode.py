@@ -45,7 +45,7 @@ from levserve.model.config import Activation, ModelConfig
 from levserve.model.cpu.backend import CpuBackend
 from levserve.model.decoder import Blueprint
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
-from levserve.model.int8_packing import OFFSET, WIDENED_BYTES, WIDENED_NIBBLES, is_packable
+from levserve.model.int8_packing import OFFSET, WIDENED_NIBBLES, is_packable
 from levserve.model.packed import Code, Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.quantize import (
@@ -287,9 +287,9 @@ def random_arrays(
                 continue
             in_blocks = quantization.rounds_in_blocks(config, name, shape[1])
             arrays[name] = random_matrix(key, shape, quantization.kept, NARROW_SPREAD)
-            order = quantization.eight_bit_order(shape, is_head=name == "head") if in_blocks else None
-            if order == WIDENED_BYTES:
-                arrays[name] = arrays[name].view(jnp.uint16)
+            if in_blocks and quantization.widens(name, shape):
+                arrays[name] = arrays[name].view(jnp.int16)
+                per_block = jnp.concatenate([per_block, per_block], 1)
             elif is_packed:
                 arrays[name] = arrays[name].view(jnp.uint8) ^ OFFSET
             arrays[f"{name}_scale"] = per_block if in_blocks else per_row

@@ -28,7 +28,8 @@ def narrow_halves(halves: Value, exponent: int) -> Value:
     """The bits of float16 numbers divided by 2 ** `exponent`, rounded to bfloat16; ties go away from 0.
 
     Takes four instructions: the fraction is rounded and shifted, copies of the sign are removed, and the
-    exponent is counted from elsewhere. So 0 becomes the smallest number, 2 ** -15 before the division.
+    exponent is counted from elsewhere. So a number that is not normal, as 0, becomes 2 ** -15 to 2 ** -14
+    before the division.
     """
     rounded = halves.convert("bitcast", I16) + (1 << HALF_BITS - 1)
     sign_copies = (1 << HALF_BITS) - 1 << 15 - HALF_BITS

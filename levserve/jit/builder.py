@@ -141,7 +141,8 @@ class Value:
         return self._wrap(_vector(tuple(signs), F32))
 
     def convert(self, instruction: str, dtype: ir.Type) -> Value:
-        """Converts with the LLVM instruction of that name: zext, sext, trunc, bitcast, fpext, sitofp."""
+        """Converts with the LLVM instruction of that name: zext, sext, trunc, bitcast, fpext, fptrunc,
+        sitofp, fptosi."""
         return self._wrap(getattr(self._builder.ir, instruction)(self.ir_value, _type_of(dtype, self.lanes)))
 
     def intrinsic(self, name: str, *others: Value) -> Value:

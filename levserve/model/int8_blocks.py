@@ -28,8 +28,6 @@ SCALE_FACTOR = 256.0
 SMALLEST_SCALE = 2.0**-14
 """The smallest float16 of full precision; smaller scales are raised to it."""
 LARGEST_SCALE = float(np.finfo(np.float16).max)
-LARGEST_WIDENED_SCALE = LARGEST_SCALE / STEPS
-"""The same where products widen a matrix: they multiply in float16 with up to `STEPS`."""
 SECOND_TERM = 254.0
 """Steps of the second term in one step of the first, whose error is half a step at most."""
 MIN_PRODUCT_ROWS = 2

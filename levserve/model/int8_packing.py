@@ -79,7 +79,7 @@ SIGNED_ORDER = BlockOrder(outs=4, offset=0)
 UNSIGNED_ORDER = BlockOrder(outs=OUTS, offset=OFFSET)
 WIDENED_BYTES = WidenedBytesOrder(outs=OUTS, offset=0)
 WIDENED_NIBBLES = WidenedNibblesOrder(outs=OUTS, offset=OFFSET)
-"""What is in one of these orders is stored as 16-bit numbers, by which kernels know it."""
+"""What is in one of these orders is stored as int16 and uint16, by which kernels know it."""
 pack = UNSIGNED_ORDER.pack
 """Packs matrices whose rows have one scale."""
 STEPS = 127.0

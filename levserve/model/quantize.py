@@ -25,13 +25,7 @@ from levserve.model.balance import BALANCE, Balanced, can_balance
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, can_widen, has_middles
-from levserve.model.int8_blocks import (
-    BLOCK,
-    LARGEST_SCALE,
-    LARGEST_WIDENED_SCALE,
-    MIN_PRODUCT_ROWS,
-    has_blocks,
-)
+from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks
 from levserve.model.int8_packing import (
     OUTS,
     SMALLEST,
@@ -102,17 +96,15 @@ class Quantization:
 
     def four_bit_order(self, shape: tuple[int, ...]) -> BlockOrder | None:
         """The order of a matrix [out, in] that stays in four bits."""
-        return self._order(shape, WIDENED_NIBBLES)
-
-    def eight_bit_order(self, shape: tuple[int, ...], *, is_head: bool) -> BlockOrder | None:
-        """The order of a matrix [out, in] in int8 with a scale for each block."""
-        return self._order(shape, None if is_head else WIDENED_BYTES)
-
-    def _order(self, shape: tuple[int, ...], widened: BlockOrder | None) -> BlockOrder | None:
         num_rows, columns = shape
-        is_widened = self.widens_blocks and widened is not None and can_widen(columns)
-        order = widened if is_widened else self.block_order
+        order = WIDENED_NIBBLES if self.widens_blocks and can_widen(columns) else self.block_order
         return order if order is not None and order.takes(num_rows) else None
+
+    def widens(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a matrix [out, in] in eight bits with scales for blocks is one that products widen."""
+        num_rows, columns = shape
+        fits = WIDENED_BYTES.takes(num_rows) and can_widen(columns)
+        return self.widens_blocks and name != "head" and fits
 
     def __str__(self) -> str:
         others = f"{len(self.four_bits)} in the four bits of their file, others in " if self.four_bits else ""
@@ -203,9 +195,12 @@ def quantize_arrays(
                 target = "head" if is_head else name
                 matrix = array if isinstance(array, Balanced) else _as_it_is(as_rows(array))
                 if quantization.rounds_in_blocks(config, target, matrix.rows.shape[1], num_shares):
-                    weight, scale = _quantize_blocks(
-                        matrix.rows, quantization, pool, num_shares, is_head=target == "head"
-                    )
+                    if quantization.widens(target, matrix.rows.shape):
+                        weight, scale = _quantize_widened(matrix.rows, pool)
+                    else:
+                        weight, scale = _quantize_blocks(
+                            matrix.rows, quantization.block_order, pool, num_shares, is_head=target == "head"
+                        )
                 else:
                     weight, scale = _quantize_rows(matrix, quantization, pool, num_shares)
                 yield target, weight
@@ -235,7 +230,7 @@ def quantized_bytes(config: ModelConfig, dtype: jnp.dtype, quantization: Quantiz
         elif not is_quantized(name):
             total += size * 4
         elif quantization.rounds_in_blocks(config, name, shape[1]):
-            total += size + size // BLOCK * 2
+            total += size + size // BLOCK * (4 if quantization.widens(name, shape) else 2)
         else:
             total += size + shape[0] * 4
     return total
@@ -311,28 +306,25 @@ def _narrow(matrix: MatrixRows, dtype: jnp.dtype, pool: ThreadPoolExecutor) -> N
 
 def _quantize_blocks(
     matrix: MatrixRows,
-    quantization: Quantization,
+    order: BlockOrder | None,
     pool: ThreadPoolExecutor,
     num_shares: int,
     *,
     is_head: bool,
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """The quantized matrix [out, in], or pairs of its numbers, and its scales, float16 [out, in / 32]."""
+    """The quantized matrix [out, in] and its scales, float16 [out, in / 32]."""
     from levserve.model.cpu import host_blocks  # brings LLVM, which a GPU does not need
 
     num_rows, columns = matrix.shape
-    order = quantization.eight_bit_order((num_rows // num_shares, columns), is_head=is_head)
-    is_widened = order == WIDENED_BYTES
-    is_rotated = not is_head and not is_widened
-    largest = LARGEST_WIDENED_SCALE if is_widened else LARGEST_SCALE
+    order = order if order is not None and order.takes(num_rows // num_shares) else None
     is_unsigned = order is not None and order.offset > 0
     quantized = aligned_array((num_rows, columns), np.dtype(np.uint8 if is_unsigned else np.int8))
     scales = aligned_array((num_rows, columns // BLOCK), np.dtype(np.float16))
-    host_blocks.load_functions(is_rotated=is_rotated)
+    host_blocks.load_functions(is_rotated=not is_head)
 
     def quantize_piece(part: slice) -> None:
         rows = matrix.read(part.start, part.stop)
-        integers, scale = host_blocks.round_blocks(rows, is_rotated=is_rotated, largest_scale=largest)
+        integers, scale = host_blocks.round_blocks(rows, is_rotated=not is_head)
         if order is not None:
             scale = order.pack_scales(scale)
         quantized[part] = integers if order is None else order.pack(integers).view(quantized.dtype)
@@ -340,7 +332,29 @@ def _quantize_blocks(
 
     for _ in pool.map(quantize_piece, _pieces(num_rows, columns)):
         pass
-    return quantized.view(np.uint16) if is_widened else quantized, scales
+    return quantized, scales
+
+
+def _quantize_widened(
+    matrix: MatrixRows, pool: ThreadPoolExecutor
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """A matrix that products widen, in pairs of numbers [out, in / 2], and the scale and the middle of each
+    block, float16 [out, in / 16]."""
+    from levserve.model.cpu import host_middles  # brings LLVM, which a GPU does not need
+
+    num_rows, columns = matrix.shape
+    quantized = aligned_array((num_rows, columns), np.dtype(np.uint8))
+    scales = aligned_array((num_rows, columns // BLOCK * 2), np.dtype(np.float16))
+    host_middles.load_functions()
+
+    def quantize_piece(part: slice) -> None:
+        integers, scale, middle = host_middles.round_blocks(matrix.read(part.start, part.stop))
+        quantized[part] = WIDENED_BYTES.pack(integers)
+        scales[part] = WIDENED_BYTES.pack_scales(np.stack([scale, middle], -1).reshape(len(scale), -1))
+
+    for _ in pool.map(quantize_piece, _pieces(num_rows, columns)):
+        pass
+    return quantized.view(np.int16), scales
 
 
 def _pack_four_bits(

@@ -20,15 +20,30 @@ from levserve.errors import ConfigError
 from levserve.jit.target import Target
 from levserve.jit.xla_call import write_kernel
 from levserve.model.backend import Backend
-from levserve.model.cpu import linear
+from levserve.model.cpu import host_middles, linear
 from levserve.model.cpu.backend import CpuBackend, fit_target
 from levserve.model.cpu.widened_matrices import WidenedNibbles
 from levserve.model.cpu.widened_tiles import MANY_BLOCKS
 from levserve.model.decoder import Decoder
 from levserve.model.int4_blocks import CENTER, FourBits
-from levserve.model.int8_blocks import BLOCK, LARGEST_WIDENED_SCALE, SCALE_FACTOR, SMALLEST_SCALE
-from levserve.model.int8_packing import OUTS, UNIT_BYTES, UNSIGNED_ORDER, WIDENED_BYTES, WIDENED_NIBBLES
-from levserve.model.quantize import NARROW, WIDENED_NAME, choose_quantization, quantized_bytes
+from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, SMALLEST_SCALE
+from levserve.model.int8_packing import (
+    OUTS,
+    STEPS,
+    UNIT_BYTES,
+    UNSIGNED_ORDER,
+    WIDENED_BYTES,
+    WIDENED_NIBBLES,
+)
+from levserve.model.quantize import (
+    BLOCKS_NAME,
+    FOUR_BITS_NAME,
+    NARROW,
+    WIDENED_NAME,
+    choose_quantization,
+    quantized_bytes,
+    widens_blocks,
+)
 from levserve.model.xla import XLA_ON_CPU
 from levserve.models.matrices import choose_format
 from levserve.settings.parse import parse_settings
@@ -54,35 +69,44 @@ def kinds_for(target: Target) -> list[str]:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A matrix in int8, with a scale for each block."""
+    """A matrix in int8, with a scale and a middle for each block."""
 
     integers: np.ndarray
     scales: np.ndarray
+    middles: np.ndarray
 
 
 def random_widened(kind: str, seed: int, shape: tuple[int, int]) -> FourBits | EightBits:
     if kind != "eight bits":
         return random_matrix(seed, has_middles=kind == "four bits with middles", shape=shape)
     rng, blocks = np.random.default_rng(seed), (shape[0], shape[1] // BLOCK)
-    scales = np.exp2(rng.uniform(np.log2(SMALLEST_SCALE), np.log2(LARGEST_WIDENED_SCALE), blocks))
-    return EightBits(rng.integers(-127, 128, shape, np.int8), scales.astype(np.float16))
+    # Eighths of a power of two, so that the sum has the same bits rounded once or twice.
+    powers = np.exp2(rng.integers(np.log2(SMALLEST_SCALE), np.log2(LARGEST_SCALE / STEPS), blocks))
+    scales, middles = (powers * rng.integers(low, high, blocks) / 8 for low, high in ((8, 16), (-64, 65)))
+    integers = rng.integers(-127, 128, shape, np.int8)
+    return EightBits(integers, scales.astype(np.float16), middles.astype(np.float16))
 
 
 def arrange(matrix: FourBits | EightBits) -> tuple[np.ndarray, np.ndarray]:
     """The arrays of a matrix on the device."""
     if isinstance(matrix, EightBits):
-        packed, scales = WIDENED_BYTES.pack(matrix.integers), WIDENED_BYTES.pack_scales(matrix.scales)
-    else:
-        packed, scales = matrix.pack(WIDENED_NIBBLES)
+        both = np.stack([matrix.scales, matrix.middles], -1).reshape(len(matrix.scales), -1)
+        return WIDENED_BYTES.pack(matrix.integers).view(np.int16), WIDENED_BYTES.pack_scales(both)
+    packed, scales = matrix.pack(WIDENED_NIBBLES)
     return packed.view(np.uint16), scales
 
 
 def widen(matrix: FourBits | EightBits) -> np.ndarray:
     """The numbers of a matrix, rounded to bfloat16; ties are rounded up, or away from 0."""
     if isinstance(matrix, EightBits):
-        exact = matrix.integers * np.repeat(matrix.scales.astype(np.float32), BLOCK, 1)
-        halves = np.where(matrix.integers == 0, 2.0**-15, exact.astype(np.float16).astype(np.float32))
-        return round_up((halves / SCALE_FACTOR).astype(np.float32))
+        scales, middles = (
+            np.repeat(each.astype(np.float32), BLOCK, 1) for each in (matrix.scales, matrix.middles)
+        )
+        halves = (matrix.integers * scales + middles).astype(np.float16)
+        bits = halves.view(np.uint16) & 0x7FFF
+        subnormal = np.copysign(2.0**-15 * (1 + bits / 1024), halves)
+        numbers = np.where(bits < 0x400, subnormal, halves.astype(np.float32))
+        return round_up((numbers / SCALE_FACTOR).astype(np.float32))
     scales, middles = (
         np.zeros(()) if part is None else np.repeat(part.astype(np.float64) / SCALE_FACTOR, BLOCK, 1)
         for part in (matrix.scales, matrix.middles)
@@ -154,6 +178,32 @@ def test_two_blocks_share_bytes_and_two_outputs_share_words() -> None:
         assert both >> 4 == matrix.codes[out, (block + 1) * BLOCK + at]
 
 
+@pytest.mark.parametrize("levels", [16, 32, 255])
+def test_blocks_of_a_file_of_four_five_or_eight_bits_stay_as_they_are(levels: int) -> None:
+    """Those of eight bits have no offset, and their largest number is 127 steps."""
+    rng, shape, blocks = np.random.default_rng(levels), (32, 4 * BLOCK), (32, 4, 1)
+    steps = rng.uniform(1e-3, 2e-3, blocks).astype(np.float16).astype(np.float32)
+    codes = rng.integers(0, levels, (*blocks[:2], BLOCK))
+    codes[..., 0], codes[..., 1] = 0, levels - 1
+    offsets = -127 * steps if levels == 255 else rng.uniform(-0.02, 0.01, blocks).astype(np.float16)
+    rows = (codes * steps + offsets).astype(np.float32).reshape(shape)
+    integers, scales, middles = host_middles.round_blocks(rows)
+    kept, added = (np.repeat(each.astype(np.float32), BLOCK, 1) / SCALE_FACTOR for each in (scales, middles))
+    assert np.abs(integers * kept + added - rows).max() < 3e-5, "a fiftieth of a step"
+
+
+def test_other_blocks_are_rounded_to_127_steps() -> None:
+    rows = np.random.default_rng(0).standard_normal((32, 2 * BLOCK)).astype(np.float32)
+    rows[0, :BLOCK], rows[1, :BLOCK] = 0, 0.5
+    integers, scales, middles = host_middles.round_blocks(rows)
+    kept, added = (np.repeat(each.astype(np.float32), BLOCK, 1) / SCALE_FACTOR for each in (scales, middles))
+    assert (np.abs(integers * kept + added - rows) <= 0.51 * kept).all()
+    for large in (300.0, np.nan):
+        rows[3, 7] = large
+        with pytest.raises(ValueError, match="too large for int8 with middles"):
+            host_middles.round_blocks(rows)
+
+
 def test_code_for_matrix_units_has_their_instruction_for_bfloat16() -> None:
     product = WidenedNibbles(64, NAMED["amx"], True)
     assembly = write_kernel(linear.kernel_for(product, linear.tile_product_for(product))).assembly()
@@ -176,7 +226,7 @@ def test_a_file_of_several_kinds_is_scored_as_its_numbers_say(runs_layers: bool,
     assert quantization is not None
     arrays = load_arrays(path, config, FLOAT32, report=print, quantization=quantization, backend=backend)
     assert quantized_bytes(config, FLOAT32, quantization) == sum(array.nbytes for array in arrays.values())
-    names = {name for name, array in arrays.items() if array.dtype == jnp.uint16}
+    names = {name for name, array in arrays.items() if array.dtype in (jnp.uint16, jnp.int16)}
     assert names > dict(quantization.four_bits).keys()
     assert {name for name in arrays if f"{name}_scale" in arrays} - names <= {"head"}
 
@@ -220,6 +270,16 @@ def test_a_cpu_without_matrix_units_refuses_by_name() -> None:
     for backend in (fit_target(NAMED["avx512"]), XLA_ON_CPU):
         with pytest.raises(ConfigError, match=message):
             choose_format(settings, backend, path, read_config(path), 1)
+
+
+def test_int8_in_blocks_is_widened_where_the_cpu_can_but_for_the_head() -> None:
+    amx, avx512 = fit_target(NAMED["amx"]), fit_target(NAMED["avx512"])
+    assert widens_blocks(BLOCKS_NAME, amx) and not widens_blocks(BLOCKS_NAME, avx512)
+    assert not widens_blocks("int8", amx) and not widens_blocks(FOUR_BITS_NAME, amx)
+    quantization = choose_quantization(NARROW[BLOCKS_NAME], amx, FLOAT32, in_blocks=True, widens_blocks=True)
+    assert quantization is not None
+    assert quantization.widens("layers.0.qkv", (64, 128)) and not quantization.widens("head", (64, 128))
+    assert not quantization.widens("layers.0.qkv", (64, 96)), "an odd number of blocks"
 
 
 def test_other_orders_of_four_bits_are_as_they_were() -> None:

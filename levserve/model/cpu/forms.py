@@ -27,8 +27,8 @@ class Form:
     """How a matrix is stored, whatever its size."""
 
     dtype: jnp.dtype
-    """bfloat16; int8 or uint8, for instructions that take a signed or an unsigned matrix; or uint16, for a
-    matrix that is widened."""
+    """bfloat16; int8 or uint8, for instructions that take a signed or an unsigned matrix; or uint16 and
+    int16, for four bits and eight that are widened."""
     has_blocks: bool = False
     """Whether each block of inputs has a scale."""
     has_four_bits: bool = False
@@ -39,6 +39,8 @@ class Form:
     def of(weight: jax.Array, scale: jax.Array | None) -> Form:
         if scale is None or scale.ndim == 1:
             return Form(weight.dtype)
+        if weight.dtype == jnp.int16:
+            return Form(weight.dtype, True)
         shapes = (len(weight), weight.shape[1] * weight.dtype.itemsize), scale.shape
         if not int4_blocks.is_packed(*shapes):
             return Form(weight.dtype, True)
@@ -47,7 +49,7 @@ class Form:
     @property
     def is_widened(self) -> bool:
         """Whether only products by matrix units can read it."""
-        return self.dtype == jnp.uint16
+        return self.dtype in (jnp.uint16, jnp.int16)
 
     def product(self, size: int, target: Target, *, in_two_terms: bool = False) -> AnyProduct:
         """The product with matrices of this form that have `size` inputs.

@@ -23,7 +23,7 @@ BLOCK_BYTES = 4 * BLOCK
 
 
 def round_blocks(
-    rows: NDArray[np.float32], *, is_rotated: bool, largest_scale: float = LARGEST_SCALE
+    rows: NDArray[np.float32], *, is_rotated: bool
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Rows [out, in] as int8, and their scales [out, in / 32], multiplied by `SCALE_FACTOR`.
 
@@ -34,7 +34,7 @@ def round_blocks(
     scale = np.empty((len(rows), rows.shape[1] // BLOCK), np.float32)
     _scaling(is_rotated, target)(rows, scale, num_blocks)
     scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
-    if not scale.max() <= largest_scale:  # or NaN
+    if not scale.max() <= LARGEST_SCALE:  # or NaN
         raise ValueError(
             f"a matrix has a value of {np.abs(rows).max():.0f}, too large for int8 with block scales"
         )
@@ -67,35 +67,36 @@ def _write_scaling(builder: Builder, *, is_rotated: bool) -> None:
     *pointers, count = builder.arguments
     rows, scales = map(builder.to_pointer, pointers)
     with builder.loop(0, count) as block:
-        values = _load_block(builder, rows + block * BLOCK_BYTES)
-        numbers = rotate_block(values, _lanes(builder)) if is_rotated else values
+        values = load_block(builder, rows + block * BLOCK_BYTES)
+        numbers = rotate_block(values, lanes_of(builder)) if is_rotated else values
         largest, place = builder.largest_magnitude(numbers).maximum(SMALLEST), scales + block * 4
         builder.store(place, largest / STEPS)
         if is_rotated:
-            step = _find_step(builder, values)
+            step, _ = find_step(builder, values, LEVELS)
             times = step * (STEPS + 0.5) / largest  # finer, for the rounded sum of all
             with builder.when(times >= 1.0):
                 whole = times.convert("fptosi", I32).convert("sitofp", F32)
                 builder.store(place, step / whole)
 
 
-def _find_step(builder: Builder, values: Sequence[Value]) -> Value:
-    """The step of which a block's values are multiples, apart from a constant; 0: there is none."""
+def find_step(builder: Builder, values: Sequence[Value], choices: range) -> tuple[Value, Value]:
+    """The step of which a block's values are multiples, apart from a constant, or 0 if there is none; and the
+    smallest value."""
     largest = functools.reduce(Value.maximum, values).reduce_max()
     smallest = functools.reduce(Value.maximum, [each * -1.0 for each in values]).reduce_max() * -1.0
     spread = largest - smallest
     step = builder.variable(spread.full_like(0.0))
-    for levels in LEVELS:
+    for levels in choices:
         with builder.when(step.get().equals(0)):
             factor, least = (
-                each.splat(_lanes(builder))
+                each.splat(lanes_of(builder))
                 for each in (spread.full_like(float(levels)) / spread.maximum(SMALLEST), smallest)
             )
             positions = [(each - least) * factor for each in values]
             distances = [each - (each + ROUNDING_CONSTANT - ROUNDING_CONSTANT) for each in positions]
             with builder.when(builder.largest_magnitude(distances) < TOLERANCE):
                 step.set(spread / float(levels))
-    return step.get()
+    return step.get(), smallest
 
 
 def _write_rounding(builder: Builder, *, is_rotated: bool) -> None:
@@ -103,19 +104,23 @@ def _write_rounding(builder: Builder, *, is_rotated: bool) -> None:
     *pointers, count = builder.arguments
     rows, inverses, into = map(builder.to_pointer, pointers)
     with builder.loop(0, count) as block:
-        numbers = _load_block(builder, rows + block * BLOCK_BYTES)
-        numbers = rotate_block(numbers, _lanes(builder)) if is_rotated else numbers
-        inverse = builder.load(inverses + block * 4, F32).splat(_lanes(builder))
+        numbers = load_block(builder, rows + block * BLOCK_BYTES)
+        numbers = rotate_block(numbers, lanes_of(builder)) if is_rotated else numbers
+        inverse = builder.load(inverses + block * 4, F32).splat(lanes_of(builder))
         for index, vector in enumerate(numbers):
-            steps = (vector * inverse).minimum(float(STEPS)).maximum(float(-STEPS)) + ROUNDING_CONSTANT
-            integers = steps.convert("bitcast", I32).convert("trunc", I8)
-            builder.store(into + block * BLOCK + index * _lanes(builder), integers)
+            store_rounded(builder, vector * inverse, into + block * BLOCK, index)
 
 
-def _load_block(builder: Builder, place: Value) -> list[Value]:
-    lanes = _lanes(builder)
+def store_rounded(builder: Builder, numbers: Value, into: Value, index: int) -> None:
+    steps = numbers.minimum(float(STEPS)).maximum(float(-STEPS)) + ROUNDING_CONSTANT
+    integers = steps.convert("bitcast", I32).convert("trunc", I8)
+    builder.store(into + index * lanes_of(builder), integers)
+
+
+def load_block(builder: Builder, place: Value) -> list[Value]:
+    lanes = lanes_of(builder)
     return [builder.load(place + 4 * at, F32, lanes) for at in range(0, BLOCK, lanes)]
 
 
-def _lanes(builder: Builder) -> int:
+def lanes_of(builder: Builder) -> int:
     return min(builder.target.lanes, BLOCK)

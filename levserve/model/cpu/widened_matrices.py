@@ -77,16 +77,14 @@ class WidenedNibbles(NibbleMatrix):
 
 @dataclass(frozen=True)
 class WidenedBytes:
-    """A matrix in the order `WIDENED_BYTES`, and rows of activations in bfloat16.
-
-    A product with a scale is at least the smallest normal float16, or 0: see `SMALLEST_SCALE`.
-    """
+    """A matrix in the order `WIDENED_BYTES`, in which a middle follows each block's scale, and rows of
+    activations in bfloat16."""
 
     size: int
     target: Target
     name: ClassVar[str] = "widened_bytes"
     has_scales: ClassVar[bool] = True
-    block_scales: ClassVar[int] = 1
+    block_scales: ClassVar[int] = 2
     pair_bytes: ClassVar[int] = PAIR * OUTS * BLOCK
 
     @property
@@ -99,27 +97,42 @@ class WidenedBytes:
 
     @property
     def out_scale_bytes(self) -> int:
-        return 2 * self.num_blocks
+        return 2 * self.block_scales * self.num_blocks
 
     @property
     def row_bytes(self) -> int:
         return 2 * self.size
 
     def read_scales(self, builder: Builder, scales: Value, into: Value) -> None:
-        """Writes each scale of two blocks twice: 32 bits fill a register without a shuffle, and 16 do not."""
-        for at in range(0, PAIR * OUTS, TWICE):
+        """Writes each number of two blocks twice: 32 bits fill a register without a shuffle, 16 do not."""
+        for at in range(0, PAIR * self.block_scales * OUTS, TWICE):
             numbers = builder.load(scales + at * 2, I16, TWICE).convert("zext", I32)
             builder.store(into + at * 4, numbers | numbers << 16)
 
     def widen_line(self, builder: Builder, codes: Value, line: Value, scales: Value, tiles: Value) -> None:
         """Widens a line of two blocks of 32 outputs: a block of two outputs."""
+        block = line // (OUTS // PAIR)
+        of_line = scales + line * (PAIR * 4) + block * (OUTS * 4)
         for out in range(PAIR):
             integers = builder.load(codes + line * LINE_BYTES + out * BLOCK, I8, BLOCK)
-            twice = builder.load(scales + line * (PAIR * 4) + out * 4, I32).splat(TWICE)
-            scale = Value(builder, builder.ir.bitcast(twice.ir_value, ir.VectorType(F16, BLOCK)))
-            numbers = integers.convert("sext", I16).convert("sitofp", F16) * scale
+            scale, middle = (_fill(builder, of_line + out * 4 + at * (OUTS * 4)) for at in range(2))
+            numbers = integers.convert("sext", I16).convert("sitofp", F16)
             into = tiles + line * (PAIR * TILE_ROW_BYTES) + out * TILE_ROW_BYTES
-            builder.store(into, narrow_halves(numbers, SCALE_EXPONENT))
+            builder.store(into, narrow_halves(_multiply_add(builder, numbers, scale, middle), SCALE_EXPONENT))
+
+
+def _fill(builder: Builder, twice: Value) -> Value:
+    """A vector of the float16 that a word has twice."""
+    words = builder.load(twice, I32).splat(TWICE)
+    return Value(builder, builder.ir.bitcast(words.ir_value, ir.VectorType(F16, BLOCK)))
+
+
+def _multiply_add(builder: Builder, numbers: Value, scale: Value, middle: Value) -> Value:
+    """In float32 where the CPU does not compute in float16; products of such numbers are exact there."""
+    if builder.target.has("avx512fp16"):
+        return numbers.multiply_add(scale, middle)
+    wide = [each.convert("fpext", F32) for each in (numbers, scale, middle)]
+    return wide[0].multiply_add(*wide[1:]).convert("fptrunc", F16)
 
 
 WidenedMatrix: TypeAlias = WidenedNibbles | WidenedBytes
