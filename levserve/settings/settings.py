@@ -251,9 +251,9 @@ class Settings:
         "Format of the weight matrices. none: that of --dtype. int8: eight bits, a scale for each row. "
         "int8-blocks (CPUs): a scale for every 32 inputs, which is more exact and slower. int4-blocks "
         "(CPUs): the same, but four-bit matrices of the checkpoint stay in four bits. int4 (CPUs with AMX): "
-        "likewise, but these are multiplied in bfloat16. fp8 (GPUs): eight-bit floats, activations too. "
+        "likewise, but multiplied in bfloat16. fp8 (GPUs): eight-bit floats, activations too. "
         "keep: as a quantized checkpoint has them. auto: for a quantized checkpoint keep on a GPU; on a CPU, "
-        "if --dtype is auto, int8, or with AMX int4 if nearly all matrices have four bits; for others none.",
+        "if --dtype is auto, int8, or with AMX int4 if most matrices have four bits; for others none.",
     )
     max_seq_len: int = setting(
         "model",
