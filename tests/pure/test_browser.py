@@ -465,13 +465,26 @@ def test_every_endpoint_of_the_description_is_listed_and_nothing_else_is_asked(
     assert len(asked) > 2 and all(name.startswith(parrot.url) for name in asked)
 
 
+def unfold(docs: Browser, method: str, path: str) -> WebElement:
+    """The inside of an operation, opened; the page fills it a moment after it can be seen."""
+    script = (
+        "return [...document.querySelectorAll('.operation')].find((one) =>"
+        " one.querySelector('.method').innerText === arguments[0]"
+        " && one.querySelector('code').innerText === arguments[1])"
+    )
+    operation: WebElement = docs.run(script, method, path)
+    operation.find_element("css selector", "summary").click()
+    inside = operation.find_element("css selector", "summary + div")
+    docs.wait(lambda: inside.is_displayed() and bool(inside.text))
+    return inside
+
+
 def test_an_endpoint_unfolds_to_its_fields_and_can_be_tried(docs: Browser) -> None:
     script = "return [...document.querySelectorAll('.operation')].find((one) => one.querySelector('code').innerText === arguments[0])"
     chat = docs.run(script, "/v1/chat/completions")
     inside = chat.find_element("css selector", "summary + div")
     assert not inside.is_displayed()
-    chat.find_element("css selector", "summary").click()
-    docs.wait(inside.is_displayed)
+    unfold(docs, "POST", "/v1/chat/completions")
     fields, *_ = inside.find_elements("css selector", "details")
     fields.find_element("css selector", "summary").click()
     names = [one.text for one in fields.find_elements("css selector", "td:first-child")]
@@ -485,20 +498,6 @@ def test_an_endpoint_unfolds_to_its_fields_and_can_be_tried(docs: Browser) -> No
     docs.wait(lambda: '"finish_reason"' in output.text)
     status, _, answer = output.text.partition("\n")
     assert status == "200 OK" and json.loads(answer)["choices"][0]["message"]["content"] == QUOTES
-
-
-def unfold(docs: Browser, method: str, path: str) -> WebElement:
-    """The inside of an operation, opened; the page fills it a moment after it can be seen."""
-    script = (
-        "return [...document.querySelectorAll('.operation')].find((one) =>"
-        " one.querySelector('.method').innerText === arguments[0]"
-        " && one.querySelector('code').innerText === arguments[1])"
-    )
-    operation: WebElement = docs.run(script, method, path)
-    operation.find_element("css selector", "summary").click()
-    inside = operation.find_element("css selector", "summary + div")
-    docs.wait(lambda: inside.is_displayed() and bool(inside.text))
-    return inside
 
 
 def test_the_commands_for_a_file_upload_and_delete_it(docs: Browser, tmp_path: Path) -> None:
