@@ -90,8 +90,9 @@ class WidenedTiles(Bfloat16Rows):
         numbers = task.scratch + SCALES
         product.read_scales(builder, scales, numbers)
         tiles = task.scratch + place * (2 * TILE_BYTES) + WIDENED
-        with builder.loop(0, pair_bytes // LINE_BYTES, UNROLLED) as first:
-            for each in range(UNROLLED):
+        unrolled = UNROLLED if builder.target.has_amx_bf16 else 1  # what emulates tiles is compiled sooner
+        with builder.loop(0, pair_bytes // LINE_BYTES, unrolled) as first:
+            for each in range(unrolled):
                 line = first + each
                 # A line at a time: the CPU waits if more are asked for than it can fetch at once.
                 builder.prefetch(codes + line * LINE_BYTES + FROM_MEMORY, SECOND_LEVEL)
