@@ -6,6 +6,9 @@ multiples of the same step and fit int8, except for the sum of all 32, which is 
 keeps the file's step as its scale. A block without such a step is rounded to 127 steps of its own.
 Activations are rounded to int8 with a scale for each token and block.
 
+On CPUs with matrix units, matrices other than the head have another form (`cpu/widened_matrices`): nothing is
+rotated, and every block has a middle besides its scale.
+
 The head is not rotated, which keeps blocks of Q8_0 exact, and its activations have two int8 terms, because no
 later layer averages out the rounding errors there.
 """

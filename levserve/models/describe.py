@@ -63,7 +63,6 @@ from levserve.weights.checkpoint import (
     open_tensors,
     read_config,
 )
-from levserve.weights.cutter import Cutter
 from levserve.weights.memory_tensors import tensors_in_memory
 from levserve.weights.model_files import ModelFiles
 from levserve.weights.prepared import WeightCache, find_cache
@@ -156,6 +155,11 @@ class Description:
         schemes = {} if self.quantization is None else self.quantization.by_name()
         stored = sum(scheme.num_bytes(shapes.pop(name)) for name, scheme in schemes.items())
         return stored + sum_bytes(shapes, self.dtype)
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """What new weights take on this host before they replace those on the devices, at most."""
+        return self._own_weight_bytes * len(self.shards.here)
 
     @property
     def floor_bytes(self) -> int:
@@ -256,8 +260,7 @@ class Description:
         return self._convert(tensors_in_memory(arrays, self.config), report)
 
     def _convert(self, tensors: Tensors, report: Callable[[str], None]) -> Sequence[HostArray]:
-        shapes = Cutter(self.config, self.shards).host_shapes
-        check_host_memory(sum_bytes(shapes, self.dtype))
+        check_host_memory(self.host_weight_bytes)
         arrays = convert_tensors(
             tensors,
             self.config,

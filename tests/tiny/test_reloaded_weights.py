@@ -9,10 +9,11 @@ import pytest
 from levserve.errors import ConfigError, StartupError
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.models.checks import check_host_memory, sum_bytes
-from levserve.models.describe import in_order
+from levserve.models.describe import describe, in_order
 from levserve.models.reload import settings_for
 from levserve.settings.parse import parse_settings
 from levserve.weights.checkpoint import load_arrays, read_arrays, read_config
+from levserve.weights.source import find_source
 from tests.conftest import FAMILIES, GOLDEN
 
 
@@ -33,6 +34,24 @@ def test_weights_that_the_host_cannot_hold_are_refused() -> None:
         StartupError, match="the new weights take 0.0 GB of the host's memory and 0.0 GB are free"
     ):
         check_host_memory(sum_bytes(parameter_shapes(config), dtype), 100_000)
+
+
+@pytest.mark.parametrize(
+    ("folder", "flags"),
+    [
+        ("llama", ()),
+        ("llama", ("--quantize", "int8")),
+        ("qwen3-moe", ()),
+        ("quantized/awq", ("--quantize", "keep")),
+        ("quantized/awq", ("--quantize", "int4-blocks")),
+    ],
+)
+def test_new_weights_are_expected_to_take_what_they_take(folder: str, flags: tuple[str, ...]) -> None:
+    settings = parse_settings(["--model", str(GOLDEN / folder), "--device", "cpu", *flags], {})
+    files = find_source(settings, lambda _: None)
+    described = describe(settings, files)
+    leaves = described.read_leaves(settings, files, lambda _: None)
+    assert described.host_weight_bytes == sum(each.nbytes for each in leaves)
 
 
 @pytest.mark.parametrize(

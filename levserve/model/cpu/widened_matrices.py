@@ -1,8 +1,8 @@
 """Matrices that products by matrix units (AMX) widen to bfloat16 as they read them.
 
 The 32 numbers of a block in four bits have 16 possible values. These are computed and rounded to bfloat16,
-and then each code is looked up in this table. Numbers of eight bits are multiplied with their block's scale
-in float16, 32 at a time, and rounded from there.
+and then each code is looked up in this table. Numbers of eight bits are multiplied with their block's scale,
+and its middle is added, in float16 and 32 at a time; they are rounded from there.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ UNROLLED = 8
 WIDENED = SUMS_BYTES
 SCALES = WIDENED + MANY_BLOCKS * 2 * TILE_BYTES
 SUMS = SCALES + PAIR * 2 * OUTS * 4
-"""Where scratch memory has the widened blocks, their scales as float32, and the sums of all rows, tile by
+"""Where scratch memory has the widened blocks, their scales, and the sums of all rows, tile by
 tile. Before them it has a step's products row by row, and after them the rows of activations."""
 
 
