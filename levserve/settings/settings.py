@@ -445,7 +445,11 @@ class Settings:
     )
     max_file_bytes: int = setting("limits", size(1), 200 * 2**20, "Maximum size of a file for /v1/files.")
     files_disk: int = setting(
-        "limits", size(0), 10 * 2**30, "Maximum size of all files of /v1/files together, in --state-dir."
+        "limits",
+        size(0),
+        10 * 2**30,
+        "Maximum size of all files of /v1/files together, in --state-dir. Results of batches count, but are "
+        "kept in any case.",
     )
     max_batch_requests: int = setting(
         "limits", integer(1), 50_000, "Maximum number of requests in one batch of /v1/batches."
