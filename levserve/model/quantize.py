@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from levserve.errors import StartupError
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.balance import BALANCE, Balanced, can_balance
@@ -195,12 +196,10 @@ def quantize_arrays(
                 target = "head" if is_head else name
                 matrix = array if isinstance(array, Balanced) else _as_it_is(as_rows(array))
                 if quantization.rounds_in_blocks(config, target, matrix.rows.shape[1], num_shares):
-                    if quantization.widens(target, matrix.rows.shape):
-                        weight, scale = _quantize_widened(matrix.rows, pool)
-                    else:
-                        weight, scale = _quantize_blocks(
-                            matrix.rows, quantization.block_order, pool, num_shares, is_head=target == "head"
-                        )
+                    try:
+                        weight, scale = _quantize_blocks(target, matrix.rows, quantization, pool, num_shares)
+                    except ValueError as error:
+                        raise StartupError(f"{target}: {error}: use --quantize int8") from None
                 else:
                     weight, scale = _quantize_rows(matrix, quantization, pool, num_shares)
                 yield target, weight
@@ -305,6 +304,15 @@ def _narrow(matrix: MatrixRows, dtype: jnp.dtype, pool: ThreadPoolExecutor) -> N
 
 
 def _quantize_blocks(
+    name: str, matrix: MatrixRows, quantization: Quantization, pool: ThreadPoolExecutor, num_shares: int
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    """The quantized matrix, and the scales of its blocks."""
+    if quantization.widens(name, matrix.shape):
+        return _quantize_widened(matrix, pool)
+    return _quantize_in_integers(matrix, quantization.block_order, pool, num_shares, is_head=name == "head")
+
+
+def _quantize_in_integers(
     matrix: MatrixRows,
     order: BlockOrder | None,
     pool: ThreadPoolExecutor,

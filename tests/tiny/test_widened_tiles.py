@@ -16,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
 
-from levserve.errors import ConfigError
+from levserve.errors import ConfigError, StartupError
 from levserve.jit.target import Target
 from levserve.jit.xla_call import write_kernel
 from levserve.model.backend import Backend
@@ -41,6 +41,7 @@ from levserve.model.quantize import (
     NARROW,
     WIDENED_NAME,
     choose_quantization,
+    quantize_arrays,
     quantized_bytes,
     widens_blocks,
 )
@@ -202,6 +203,17 @@ def test_other_blocks_are_rounded_to_127_steps() -> None:
         rows[3, 7] = large
         with pytest.raises(ValueError, match="too large for int8 with middles"):
             host_middles.round_blocks(rows)
+
+
+@pytest.mark.parametrize("widens", [True, False], ids=["widened", "rotated"])
+def test_a_matrix_of_numbers_too_large_is_refused_by_name(widens: bool) -> None:
+    config, large = read_config(GOLDEN / "llama"), np.full((64, 64), 1e9, np.float32)
+    quantization = choose_quantization(
+        NARROW[BLOCKS_NAME], PACKING, FLOAT32, in_blocks=True, widens_blocks=widens
+    )
+    assert quantization is not None
+    with pytest.raises(StartupError, match=r"^layers.1.out: .* too large for int8 .*: use --quantize int8$"):
+        dict(quantize_arrays(config, [("layers.1.out", large)], FLOAT32, quantization))
 
 
 def test_code_for_matrix_units_has_their_instruction_for_bfloat16() -> None:

@@ -81,20 +81,12 @@ def load_scales(builder: Builder, place: Value, lanes: int) -> Value:
 
 
 @dataclass(frozen=True)
-class BlockProduct:
-    """A prepared row of activations has, for each term, its int8 values, then a scale for each block, then
-    the start value of each block's sums."""
+class BlockMatrix:
+    """The sizes of an int8 matrix with scales for blocks, in any order."""
 
     size: int
     target: Target
-    num_terms: int
-    """1: activations and matrix are rotated. 2: neither is."""
     has_scales: ClassVar[bool] = True
-    order: ClassVar[BlockOrder]
-
-    @property
-    def name(self) -> str:
-        return f"blocks_{self.order.offset}_{self.num_terms}"
 
     @property
     def num_blocks(self) -> int:
@@ -103,6 +95,20 @@ class BlockProduct:
     @property
     def out_bytes(self) -> int:
         return self.size
+
+
+@dataclass(frozen=True)
+class BlockProduct(BlockMatrix):
+    """A prepared row of activations has, for each term, its int8 values, then a scale for each block, then
+    the start value of each block's sums."""
+
+    num_terms: int
+    """1: activations and matrix are rotated. 2: neither is."""
+    order: ClassVar[BlockOrder]
+
+    @property
+    def name(self) -> str:
+        return f"blocks_{self.order.offset}_{self.num_terms}"
 
     @property
     def out_scale_bytes(self) -> int:

@@ -7,17 +7,15 @@ and its middle is added, in float16 and 32 at a time; they are rounded from ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from llvmlite import ir
 
 from levserve.jit.bfloat16 import TABLE, look_up, make_table, narrow_halves, odd_indices
 from levserve.jit.builder import F16, F32, I8, I16, I32, Builder, Value
-from levserve.jit.target import Target
 from levserve.jit.tiles import TILE_BYTES, TILE_ROW_BYTES
 from levserve.model.cpu.bfloat16_tiles import OUTS
-from levserve.model.cpu.block_products import load_scales
+from levserve.model.cpu.block_products import BlockMatrix, load_scales
 from levserve.model.cpu.nibble_products import NibbleMatrix
 from levserve.model.int4_blocks import CENTER
 from levserve.model.int8_blocks import BLOCK, SCALE_FACTOR
@@ -75,25 +73,13 @@ class WidenedNibbles(NibbleMatrix):
         return make_table(builder, steps.multiply_add(scale, middles[0]) if middles else steps * scale)
 
 
-@dataclass(frozen=True)
-class WidenedBytes:
+class WidenedBytes(BlockMatrix):
     """A matrix in the order `WIDENED_BYTES`, in which a middle follows each block's scale, and rows of
     activations in bfloat16."""
 
-    size: int
-    target: Target
     name: ClassVar[str] = "widened_bytes"
-    has_scales: ClassVar[bool] = True
     block_scales: ClassVar[int] = 2
     pair_bytes: ClassVar[int] = PAIR * OUTS * BLOCK
-
-    @property
-    def num_blocks(self) -> int:
-        return self.size // BLOCK
-
-    @property
-    def out_bytes(self) -> int:
-        return self.size
 
     @property
     def out_scale_bytes(self) -> int:
