@@ -37,6 +37,10 @@ MIN_PRODUCT_ROWS = 2
 """XLA's integer product of one row is slower than that of two."""
 
 
+class TooLarge(ValueError):
+    """A matrix has a value that scales for blocks cannot hold."""
+
+
 def has_blocks(size: int) -> bool:
     """Whether rows of this size consist of whole blocks."""
     return size % BLOCK == 0

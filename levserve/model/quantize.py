@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from levserve.errors import StartupError
 from levserve.model.aligned import aligned_array
 from levserve.model.backend import Backend
 from levserve.model.balance import BALANCE, Balanced, can_balance
 from levserve.model.config import ModelConfig
 from levserve.model.hadamard import rotate
 from levserve.model.int4_blocks import FourBits, can_widen, has_middles
-from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, has_blocks
+from levserve.model.int8_blocks import BLOCK, MIN_PRODUCT_ROWS, TooLarge, has_blocks
 from levserve.model.int8_packing import (
     OUTS,
     SMALLEST,
@@ -181,7 +180,7 @@ def quantize_arrays(
     stay.
 
     A head that shares the embedding's matrix gets a quantized matrix of its own. A matrix that is cut comes
-    as `num_shares` shares stacked along its first axis.
+    as `num_shares` shares stacked along its first axis. Raises `TooLarge`.
     """
     has_own_head = not config.tied_head or "head" in dict(quantization.four_bits)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="levserve-quantize") as pool:
@@ -198,8 +197,8 @@ def quantize_arrays(
                 if quantization.rounds_in_blocks(config, target, matrix.rows.shape[1], num_shares):
                     try:
                         weight, scale = _quantize_blocks(target, matrix.rows, quantization, pool, num_shares)
-                    except ValueError as error:
-                        raise StartupError(f"{target}: {error}: use --quantize int8") from None
+                    except TooLarge as error:
+                        raise TooLarge(f"{target}: {error}") from None
                 else:
                     weight, scale = _quantize_rows(matrix, quantization, pool, num_shares)
                 yield target, weight

@@ -30,6 +30,7 @@ from levserve.model.backend import Backend
 from levserve.model.balance import Matrices, balance_arrays, can_balance, leave_unbalanced
 from levserve.model.config import ModelConfig, YarnScaling
 from levserve.model.int4_blocks import FourBits
+from levserve.model.int8_blocks import TooLarge
 from levserve.model.packed import Kept, Scheme
 from levserve.model.parameter_shapes import parameter_shapes
 from levserve.model.placement import place, shards_of
@@ -47,7 +48,7 @@ from levserve.weights.levanter_config import read_levanter_config
 from levserve.weights.levanter_folder import CONFIG_FILE, find_config, is_levanter_checkpoint
 from levserve.weights.mapping import PageRelease
 from levserve.weights.packed_arrays import find_four_bits, find_schemes, read_four_bits, read_packed
-from levserve.weights.prepared import WeightCache
+from levserve.weights.prepared import Arrays, WeightCache
 from levserve.weights.progress import Progress, Report
 from levserve.weights.quantized import hf_folder
 from levserve.weights.quantized.rounded import round_sources
@@ -216,9 +217,17 @@ def convert_tensors(
             plain = leave_unbalanced(config, plain)
         else:
             plain, config = balance_arrays(config, plain), replace(config, tied_head=False)
-    return quantize_arrays(
-        config, chain(kept, plain), dtype, quantization, num_threads(), num_shares=len(shards.here)
-    )
+    arrays = chain(kept, plain)
+    shares = len(shards.here)
+    quantized = quantize_arrays(config, arrays, dtype, quantization, num_threads(), num_shares=shares)
+    return _explain_too_large(quantized, tensors.source)
+
+
+def _explain_too_large(arrays: Arrays, source: str) -> Arrays:
+    try:
+        yield from arrays
+    except TooLarge as error:
+        raise StartupError(f"{source}: {error}: use --quantize int8") from None
 
 
 def load_order(names: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ CPUs without such units run the same kernels with plain instructions instead.
 from __future__ import annotations
 
 import functools
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from levserve.errors import ConfigError, StartupError
 from levserve.jit.target import Target
@@ -41,7 +43,6 @@ from levserve.model.quantize import (
     NARROW,
     WIDENED_NAME,
     choose_quantization,
-    quantize_arrays,
     quantized_bytes,
     widens_blocks,
 )
@@ -206,14 +207,18 @@ def test_other_blocks_are_rounded_to_127_steps() -> None:
 
 
 @pytest.mark.parametrize("widens", [True, False], ids=["widened", "rotated"])
-def test_a_matrix_of_numbers_too_large_is_refused_by_name(widens: bool) -> None:
-    config, large = read_config(GOLDEN / "llama"), np.full((64, 64), 1e9, np.float32)
+def test_a_matrix_of_numbers_too_large_is_refused_by_name(widens: bool, tmp_path: Path) -> None:
+    config = read_config(GOLDEN / "llama")
+    tensors = load_file(GOLDEN / "llama" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e9
     quantization = choose_quantization(
         NARROW[BLOCKS_NAME], PACKING, FLOAT32, in_blocks=True, widens_blocks=widens
     )
-    assert quantization is not None
-    with pytest.raises(StartupError, match=r"^layers.1.out: .* too large for int8 .*: use --quantize int8$"):
-        dict(quantize_arrays(config, [("layers.1.out", large)], FLOAT32, quantization))
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN / "llama" / "config.json", tmp_path)
+    refusal = r"layers.1.down: .* too large for int8 .*: use --quantize int8$"
+    with pytest.raises(StartupError, match=refusal):
+        load_arrays(tmp_path, config, FLOAT32, report=print, quantization=quantization)
 
 
 def test_code_for_matrix_units_has_their_instruction_for_bfloat16() -> None:

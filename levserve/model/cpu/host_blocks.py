@@ -12,7 +12,7 @@ from levserve.jit.builder import F32, I8, I32, ROUNDING_CONSTANT, Builder, Value
 from levserve.jit.host_call import HostFunction
 from levserve.jit.target import Target, detect_target
 from levserve.model.cpu.rotation import rotate_block
-from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, SMALLEST_SCALE
+from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, SMALLEST_SCALE, TooLarge
 from levserve.model.int8_packing import SMALLEST, STEPS
 
 LEVELS = range(15, 7, -1)
@@ -35,7 +35,7 @@ def round_blocks(
     _scaling(is_rotated, target)(rows, scale, num_blocks)
     scale = np.maximum(scale * np.float32(SCALE_FACTOR), np.float32(SMALLEST_SCALE))
     if not scale.max() <= LARGEST_SCALE:  # or NaN
-        raise ValueError(
+        raise TooLarge(
             f"a matrix has a value of {np.abs(rows).max():.0f}, too large for int8 with block scales"
         )
     stored, integers = scale.astype(np.float16), np.empty(rows.shape, np.int8)

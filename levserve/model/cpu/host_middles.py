@@ -12,7 +12,7 @@ from levserve.jit.builder import F32, ROUNDING_CONSTANT, Builder
 from levserve.jit.host_call import HostFunction
 from levserve.jit.target import Target, detect_target
 from levserve.model.cpu.host_blocks import BLOCK_BYTES, find_step, lanes_of, load_block, store_rounded
-from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, SMALLEST_SCALE
+from levserve.model.int8_blocks import BLOCK, LARGEST_SCALE, SCALE_FACTOR, SMALLEST_SCALE, TooLarge
 from levserve.model.int8_packing import SMALLEST, STEPS
 
 LEVELS = range(31, 7, -1)
@@ -35,7 +35,7 @@ def round_blocks(
     found *= np.float32(SCALE_FACTOR)
     scale = np.maximum(found[0], np.float32(SMALLEST_SCALE))
     if not (scale * STEPS + np.abs(found[1])).max() <= LARGEST_SCALE:  # or NaN
-        raise ValueError(f"a matrix has a value of {np.abs(rows).max():.0f}, too large for int8 with middles")
+        raise TooLarge(f"a matrix has a value of {np.abs(rows).max():.0f}, too large for int8 with middles")
     scales, middles = scale.astype(np.float16), found[1].astype(np.float16)
     inverses = np.float32(SCALE_FACTOR) / scales.astype(np.float32)
     offsets = middles.astype(np.float32) / np.float32(SCALE_FACTOR)
